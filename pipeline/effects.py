@@ -1,0 +1,114 @@
+"""What the core asks of the shell. A closed union: the shell is a `match` over it and nothing more.
+
+Effects of the log (the second group) are equal on every rank; `Reply` and `End` reach the shell of
+rank 0 only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from consensus.entry import Ballot, Entry, Key, PeerRef, TokenOut, Trailer
+from consensus.store import Update
+from consensus.votes import Bell
+from pipeline.outcome import Outcome
+from pipeline.planner import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Pass an entry on to the next rank."""
+
+    entry: Entry
+    trailer: Trailer
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Last rank → rank 0: everything up to `seq` is applied; `ballots` are the merged votes of entry `seq`."""
+
+    seq: int
+    ballots: tuple[Ballot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Any rank → rank 0, in the background: a store update or a doorbell."""
+
+    item: Update | Bell
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRoom:
+    """The log opened an attempt: prefill prepares a sender, decode a receiver and its handshakes."""
+
+    key: Key
+    peer: PeerRef
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartSender:
+    """Prefill: the prompt's pages are known; slices follow as chunks are written."""
+
+    room: str
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendDestinations:
+    """Decode: tell the peer's ranks where the prompt's KV goes."""
+
+    room: str
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Prefill: the first output token, for the sampler rank to send with the hand-over."""
+
+    room: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StopRoom:
+    """Submit nothing more for the room, tell the peer, and report when it is quiet."""
+
+    room: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRoom:
+    """The attempt is over on this side; forget the room."""
+
+    room: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Queue a batch for the executor."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Output tokens of an attempt, from `position`."""
+
+    key: Key
+    position: int
+    tokens: tuple[TokenOut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The attempt's one outcome on this side."""
+
+    key: Key
+    outcome: Outcome
+
+
+RoomEffect = OpenRoom | StartSender | SendDestinations | FirstToken | StopRoom | CloseRoom
+Effect = Relay | Acknowledge | Report | RoomEffect | Run | Reply | End

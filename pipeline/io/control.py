@@ -1,0 +1,155 @@
+"""What a daemon and its ranks say to each other, over one ZMQ ipc socket per instance.
+
+The daemon binds a ROUTER; each rank dials it with a DEALER whose identity is its rank number in
+decimal. Every frame is one msgpack-encoded member of `ToRank` or `ToDaemon`; what does not decode is
+dropped and counted.
+
+Start-up: rank says `Loading` while it reads weights, then `Loaded` with the pages it could hold; the
+daemon answers every rank with `Configure` (the minimum over ranks); the rank allocates, binds its
+sockets, registers memory and says `Ready`; when all are ready the daemon says `Go` and the log starts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from consensus.entry import Key, RequestSpec, TokenOut
+from pipeline.outcome import Outcome
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one rank process is told at birth; passed as JSON on its standard input."""
+
+    role: str  # "prefill" or "decode"
+    instance: str
+    epoch: int
+    rank: int
+    pp_size: int
+    layer_begin: int
+    layer_end: int
+    model: str  # Hugging Face folder
+    model_digest: str
+    dtype: str
+    page_size: int
+    pages: int  # 0: as many as fit in kv_bytes
+    kv_bytes: int  # budget of this rank's pool when pages is 0
+    chunk_size: int  # tokens per prefill chunk
+    max_batch_tokens: int
+    max_batch_rows: int
+    async_depth: int  # microbatches in flight beyond pp_size
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_queue: int  # attempts known at once; more are refused
+    transfer_backend: str
+    transfer_device: str
+    host: str  # address peers can reach, for the link and the transfer engine
+    control: str  # ZMQ endpoints from here on
+    relay_in: str  # "" on rank 0
+    relay_out: str  # "" on the last rank
+    hidden_in: str
+    hidden_out: str
+    returns: str  # rank 0 binds, the last rank dials
+    store: str  # rank 0 binds, all others dial
+    ring_timeout: float  # seconds without an entry, or without an ack, after which a rank fail-stops
+    stage_timeout: float  # seconds an attempt may stay in bootstrapping, prealloc, granted, transferring
+    dump_dir: str  # where a rank writes its flight recorder when it fail-stops
+
+
+# daemon → rank
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    pages: int
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """To rank 0 only. Answered by `Tokens` and exactly one `Ended`."""
+
+    spec: RequestSpec
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """To rank 0 only. Unknown and ended attempts are ignored."""
+
+    key: Key
+    reason: str
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    token: int
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Leave now with exit code 0."""
+
+
+ToRank = Configure | Go | Submit | Cancel | AskStatus | Quit
+
+# rank → daemon
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    fraction: float  # 0..1
+    text: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    pages: int  # pages this rank can hold
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    link_address: str  # "" on decode ranks
+    transfer_backend: str  # the one chosen
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """From rank 0: output tokens of an attempt from `position` (0 = first output token)."""
+
+    key: Key
+    position: int
+    tokens: tuple[TokenOut, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """From rank 0, once per attempt, last."""
+
+    key: Key
+    outcome: Outcome
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Once a second from every rank's control loop; silence for ring_timeout means it is stuck."""
+
+    applied_seq: int
+
+
+class StatusReport(msgspec.Struct, frozen=True, tag=True):
+    """The rank's own state; fields as in `paceline.v1.RankStatus`."""
+
+    token: int
+    pid: int
+    applied_seq: int
+    digest: str
+    queues: dict[str, int]
+    requests: dict[str, int]
+    pages: dict[str, int]
+    rooms: int
+    store_entries: int
+    transfer_handles: int
+    last_progress_s: float
+    counters: dict[str, int]
+    executing: str
+
+
+class Failing(msgspec.Struct, frozen=True, tag=True):
+    """The rank is about to exit with a nonzero code; `reason` names what and where."""
+
+    reason: str
+
+
+ToDaemon = Loading | Loaded | Ready | Tokens | Ended | Alive | StatusReport | Failing

@@ -1,0 +1,89 @@
+"""What this one rank has seen, and its votes. Never read by the replicated state.
+
+An observation concerns a room and a topic; it never changes once made. It counts when the log has put
+the attempt into the stage that is voted on in that topic, which may be before or after the observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from consensus.entry import Ballot, StageKey
+from consensus.votes import Bell
+from pipeline.replica import Replica
+from pipeline.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Something only this rank knows: work for a room ended well or badly."""
+
+    room: str
+    topic: str
+    good: bool
+    reason: str = ""
+    payload: bytes = b""
+
+
+class Local:
+    """Observations of rooms that the log has opened, and which of them were rung for."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._seen: dict[str, dict[str, Observation]] = {}  # room → topic → observation
+        self._rung: dict[str, dict[str, int]] = {}  # room → topic → stage_seq of the last bell
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def observe(self, observation: Observation, replica: Replica) -> Bell | None:
+        """Keeps an observation; returns the bell to ring if its attempt is in that stage already."""
+        key = replica.rooms.get(observation.room)
+        if key is None:
+            return None  # the attempt is over; nobody will ask
+        topics = self._seen.setdefault(observation.room, {})
+        # A failure must win over a success that it followed (a slice refused after all were sent).
+        if observation.topic in topics and not (topics[observation.topic].good and not observation.good):
+            return None
+        topics[observation.topic] = observation
+        return self._bell(replica.requests[key], replica)
+
+    def bells(self, moved: Iterable[Request], replica: Replica) -> list[Bell]:
+        """Bells for attempts that have just entered a stage and were already observed for it."""
+        found = (self._bell(request, replica) for request in moved if request.key in replica.requests)
+        return [bell for bell in found if bell is not None]
+
+    def vote(self, topic: str, replica: Replica) -> Ballot:
+        """This rank's vote on the state before the entry that carries the ballot."""
+        good: list[StageKey] = []
+        bad: list[tuple[StageKey, str]] = []
+        for request in replica.votable(topic):
+            observation = self._seen.get(request.key.room, {}).get(topic)
+            if observation is None:
+                continue
+            if observation.good:
+                good.append(request.stage)
+            else:
+                bad.append((request.stage, f"rank {self.rank}: {observation.reason}"))
+        return Ballot(topic, tuple(good), tuple(bad))
+
+    def payload(self, topic: str, room: str) -> bytes:
+        """What came with a good observation; rank 0 puts it into the verdict."""
+        return self._seen[room][topic].payload
+
+    def forget(self, room: str) -> None:
+        self._seen.pop(room, None)
+        self._rung.pop(room, None)
+
+    def _bell(self, request: Request, replica: Replica) -> Bell | None:
+        topic = replica.topics.get(request.state)
+        if topic is None:
+            return None
+        room = request.key.room
+        observation = self._seen.get(room, {}).get(topic)
+        rung = self._rung.setdefault(room, {})
+        if observation is None or (rung.get(topic) == request.stage_seq and observation.good):
+            return None
+        rung[topic] = request.stage_seq
+        return Bell(self.rank, topic, request.stage, observation.good)

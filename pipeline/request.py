@@ -1,0 +1,70 @@
+"""One attempt as the replicated state knows it. Changed only by the log."""
+
+from __future__ import annotations
+
+from consensus.entry import Key, RequestSpec, SamplingParams, StageKey
+from pipeline.outcome import LENGTH, STOP, Outcome
+from pipeline.planner import SampleSpec
+
+DONE = "done"
+ABORTING = "aborting"
+
+
+class Request:
+    """`computed` counts positions whose KV is written or in flight; `ticks` the launches not yet harvested."""
+
+    __slots__ = ("computed", "deadline", "ending", "output", "spec", "stage_deadline", "stage_seq", "state", "ticks")
+
+    def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int) -> None:
+        self.spec = spec
+        self.state = state
+        self.stage_seq = seq
+        self.deadline = clock + spec.timeout
+        self.stage_deadline = 0  # clock at which the present stage is over time; 0 = it has no deadline
+        self.computed = 0
+        self.ticks: list[int] = []
+        self.output: list[int] = []
+        self.ending: Outcome | None = None  # set when it must end at its last harvest
+
+    @property
+    def key(self) -> Key:
+        return self.spec.key
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.spec.params
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.spec.prompt)
+
+    @property
+    def stage(self) -> StageKey:
+        return StageKey(self.spec.key, self.stage_seq)
+
+    def finish(self, eos: tuple[int, ...], max_len: int) -> Outcome | None:
+        """The outcome if the last output token ended the request, else None.
+
+        End-of-sequence and stop ids are counted as output, as OpenAI's usage does not say otherwise and
+        vLLM does; `min_tokens` needs no check here because the sampler could not choose them.
+        """
+        token, params = self.output[-1], self.params
+        if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+            return Outcome(STOP, output_tokens=len(self.output))
+        if len(self.output) >= params.max_tokens or self.prompt_len + len(self.output) >= max_len:
+            return Outcome(LENGTH, output_tokens=len(self.output))
+        return None
+
+    def sample(self, eos: tuple[int, ...]) -> SampleSpec:
+        """What the sampler needs for the next output token."""
+        params = self.params
+        early = len(self.output) < params.min_tokens
+        # Copying the output at every token would be quadratic; only penalties look at it.
+        penal = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        return SampleSpec(
+            params,
+            self.prompt_len + len(self.output),
+            (*eos, *params.stop_token_ids) if early else (),
+            self.spec.prompt if penal else (),
+            tuple(self.output) if penal else (),
+        )

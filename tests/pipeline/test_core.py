@@ -1,0 +1,106 @@
+"""The core under random schedules: every request ends once, ranks agree, tokens are the reference's."""
+
+from __future__ import annotations
+
+import pytest
+
+from consensus.entry import Key
+from consensus.log import Diverged
+from pipeline.lease import REQUEST
+from tests.pipeline.ring import Pair, token_of
+
+
+def reference(key: Key, prompt: int, out: int) -> list[int]:
+    return [token_of(key.request, prompt + i).token for i in range(out)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_requests_run_through_both_sides_and_leave_nothing(seed: int) -> None:
+    pair = Pair(seed, 1 + seed % 4, 1 + seed // 4 % 4)
+    wanted = {pair.submit(f"r{i}", prompt=1 + (7 * i) % 25, out=1 + i % 9): (1 + (7 * i) % 25, 1 + i % 9) for i in range(12)}
+    pair.run()
+    for key, (prompt, out) in wanted.items():
+        assert pair.decode.tokens[key] == reference(key, prompt, out)
+        assert pair.prefill.tokens[key] == reference(key, prompt, 1)
+        assert [o.kind for o in pair.decode.ends[key]] == ["length"]
+        assert [o.kind for o in pair.prefill.ends[key]] == ["length" if out == 1 else "handed_over"]
+    pair.assert_clean()
+
+
+def test_decode_computes_no_prompt_token() -> None:
+    pair = Pair(1, 2, 2)
+    pair.submit("r", prompt=20, out=5)
+    pair.run()
+    assert all(row.start >= 20 and len(row.tokens) == 1 for row in pair.decode.rows)
+    assert pair.decode.cores[0].replica.counters["prompt_tokens_computed"] == 0
+    assert sum(len(row.tokens) for row in pair.prefill.rows) == 20
+
+
+def test_chunks_of_a_long_prompt_occupy_consecutive_slots_at_once() -> None:
+    pair = Pair(1, 4, 1, prefill={"pages": 16, "max_model_len": 64})
+    pair.submit("long", prompt=40, out=1)
+    slots = pair.prefill.cores[0].replica.slots
+    pair.run(until=lambda: slots.in_flight == 5)  # 5 chunks of 8 in 4 + 1 slots, before any of them returned
+    assert slots.in_flight == 5 and not pair.prefill.tokens
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_aborts_at_any_moment_leave_nothing(seed: int) -> None:
+    pair = Pair(seed, 1 + seed % 3, 1 + seed // 3 % 3)
+    keys = [pair.submit(f"r{i}", prompt=1 + (5 * i) % 25, out=2 + i % 7) for i in range(12)]
+    for key in keys[::2]:
+        stop = pair.random.randrange(1, 1500)
+        pair.run(until=lambda stop=stop, start=pair.clock: pair.clock > start + stop)
+        pair.cancel(key)
+    pair.run()
+    for inst in (pair.prefill, pair.decode):
+        assert set(inst.ends) == set(keys)
+    for i, key in enumerate(keys):
+        told = pair.decode.tokens.get(key, [])
+        assert told == reference(key, 1 + (5 * i) % 25, 2 + i % 7)[: len(told)]
+        assert key in keys[::2] or pair.decode.ends[key][0].kind == "length"
+    pair.assert_clean()
+
+
+def test_abort_of_unknown_finished_and_similar_ids_is_a_no_op() -> None:
+    pair = Pair(3, 2, 2)
+    key = pair.submit("a10", prompt=5, out=4)
+    for other in ("a1", "a", "a100", ""):
+        pair.cancel(Key(other, 0))
+        pair.cancel(Key("a10", 1))
+    pair.run()
+    assert pair.decode.ends[key][0].kind == "length"
+    pair.cancel(key)
+    pair.run()
+    assert len(pair.decode.ends[key]) == 1
+    pair.assert_clean()
+
+
+def test_a_deadline_ends_a_request_whose_peer_never_answers() -> None:
+    pair = Pair(5, 2, 2)
+    pair.silent.add("mute/0")
+    key = pair.submit("mute", prompt=5, out=4, timeout=50_000_000)
+    other = pair.submit("ok", prompt=5, out=4)
+    pair.run()
+    pair.clock += 60_000_000
+    pair.run()
+    for inst in (pair.prefill, pair.decode):
+        assert inst.ends[key][0].kind == "error" and "timed out while" in inst.ends[key][0].reason
+    assert pair.decode.ends[other][0].kind == "length"
+    pair.assert_clean()
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+    pair = Pair(6, 2, 2, decode={"pages": 4})
+    key = pair.submit("big", prompt=12, out=20)
+    pair.run(until=lambda: key in pair.decode.ends)
+    assert "need 8 pages, the pool has 4" in pair.decode.ends[key][0].reason
+
+
+def test_a_rank_that_decides_differently_is_caught_at_the_next_entry() -> None:
+    pair = Pair(7, 1, 3)
+    pair.submit("r", prompt=9, out=6)
+    pair.checks = False
+    pair.decode.cores[1].replica.leases.open(Key("ghost", 0), 1, REQUEST)  # rank 1 now gives out other pages
+    with pytest.raises(Diverged, match="state differs after seq"):
+        pair.run()
