@@ -31,7 +31,8 @@ class Cursor:
             raise Diverged(f"log gap: expected seq {self.applied + 1}, got {entry.seq}")
         if trailer.digest != digest:
             raise Diverged(
-                f"state differs after seq {self.applied}: predecessor has {trailer.digest.hex()}, this rank {digest.hex()}"
+                f"state differs after seq {self.applied}: "
+                f"predecessor has {trailer.digest.hex()}, this rank {digest.hex()}"
             )
 
     def advance(self, seq: int) -> None:

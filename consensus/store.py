@@ -94,8 +94,8 @@ class Leader:
             if all(room.deleted):
                 del self._rooms[update.room]
             return None
-        if room.deleted[update.rank]:
-            return None
+        if any(room.deleted):
+            return None  # the log has closed it; only the tombstone is left
         view = room.views[update.rank]
         old = KVPoll.BOOTSTRAPPING if view is None else view
         room.views[update.rank] = old.then(update.status)

@@ -1,0 +1,321 @@
+"""The control loop of a rank: the shell around `RankCore`. It does I/O and decides nothing.
+
+One thread, one `zmq.Poller`, asleep while nothing happens. Effects of the core are carried out; what
+arrives is handed to the core. Whatever goes wrong (a digest that differs, a silent neighbour, a dead
+executor, an invariant) ends in one place: the rank writes its flight recorder, tells the daemon why,
+and exits, so that the whole instance is restarted under a new epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from consensus.store import Update
+from pipeline.effects import Acknowledge, Effect, End, Relay, Reply, Report, RoomEffect, Run
+from pipeline.io import control
+from pipeline.io.control import RankConfig
+from pipeline.io.executor import Died, Executor, Ran, Sampled
+from pipeline.io.ring import (
+    AckFrame,
+    BackFrame,
+    BellFrame,
+    Inbox,
+    Outbox,
+    RelayFrame,
+    ReportFrame,
+    ReturnFrame,
+    UpdateFrame,
+)
+from pipeline.local import Observation
+from pipeline.planner import Batch
+from pipeline.rank import RankCore
+from pipeline.sequencer import Sequencer
+
+log = logging.getLogger(__name__)
+
+ALIVE_EVERY = 1.0  # seconds
+
+
+class FailStop(Exception):
+    """This rank must not go on; the message is the reason people will read."""
+
+
+class Port(Protocol):
+    """The rank's end of the KV transfer, as the loop needs it: `transfer.io` behind role-specific glue."""
+
+    def perform(self, effect: RoomEffect) -> list[Observation]: ...
+    def ran(self, batch: Batch) -> list[Observation]: ...
+    def register(self, poller: zmq.Poller) -> None:
+        """Called before every poll; cheap, for links come and go."""
+
+    def on_readable(self) -> list[Observation]:
+        """Called after every wake-up, whatever woke the loop."""
+
+    def tick(self) -> list[Observation]:
+        """Called about once a second."""
+
+    def status(self) -> tuple[int, int, dict[str, int], dict[str, int]]:
+        """Rooms, handles in flight, queues, counters."""
+
+    def close(self) -> None: ...
+
+
+class Links:
+    """This rank's ring sockets; None where the rank has no such end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: RankConfig) -> None:
+        first, last = config.rank == 0, config.rank == config.pp_size - 1
+        self.relay_in: Inbox[RelayFrame] | None = None if first else Inbox(context, config.relay_in, RelayFrame)
+        self.relay_out = None if last else Outbox(context, config.relay_out)
+        ring = config.pp_size > 1
+        self.back_in: Inbox[BackFrame] | None = None
+        self.report_in: Inbox[ReportFrame] | None = None
+        if first and ring:
+            self.back_in = Inbox(context, config.returns, BackFrame)
+            self.report_in = Inbox(context, config.store, ReportFrame)
+        self.back_out = Outbox(context, config.returns) if last and ring else None
+        self.report_out = None if first else Outbox(context, config.store)
+
+    def outboxes(self) -> list[Outbox]:
+        return [box for box in (self.relay_out, self.back_out, self.report_out) if box is not None]
+
+    def dropped(self) -> int:
+        return sum(box.dropped for box in (self.relay_in, self.back_in, self.report_in) if box is not None)
+
+
+class Driver:
+    """Runs one rank until it is told to quit. `run` returns the exit code."""
+
+    def __init__(
+        self,
+        config: RankConfig,
+        core: RankCore,
+        links: Links,
+        executor: Executor,
+        port: Port,
+        daemon: zmq.Socket[bytes],
+    ) -> None:
+        self._config, self._core, self._links = config, core, links
+        self._executor, self._port, self._daemon = executor, port, daemon
+        self._sequencer = Sequencer(core, config.pp_size, _clock()) if config.rank == 0 else None
+        self._from_daemon = msgspec.msgpack.Decoder(control.ToRank).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._quit = False
+        self._stale = self._undecodable = 0
+        self._last_entry = self._last_tick = time.monotonic()
+        self._handlers: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {
+            daemon: self._read_daemon,
+            executor.fd: self._read_executor,
+        }
+        for inbox, handler in (
+            (links.relay_in, self._read_relay),
+            (links.back_in, self._read_back),
+            (links.report_in, self._read_reports),
+        ):
+            if inbox is not None:
+                self._handlers[inbox.socket] = handler
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        self._executor.start()
+        poller = zmq.Poller()
+        for source in self._handlers:
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._quit:
+                self._poll_outboxes(poller)
+                self._port.register(poller)
+                for source, events in poller.poll(self._sleep_ms()):
+                    if events & zmq.POLLIN and source in self._handlers:
+                        self._handlers[source]()
+                self._observe(self._port.on_readable())
+                self._advance()
+        except Exception as error:
+            self._fail(str(error) if isinstance(error, FailStop) else f"{type(error).__name__}: {error}")
+            return 1
+        return 0
+
+    def _poll_outboxes(self, poller: zmq.Poller) -> None:
+        for outbox in self._links.outboxes():
+            outbox.flush()
+            if len(outbox):
+                poller.register(outbox.socket, zmq.POLLOUT)
+            elif outbox.socket in poller:
+                poller.unregister(outbox.socket)
+
+    def _sleep_ms(self) -> int:
+        wake = self._last_tick + ALIVE_EVERY
+        if self._sequencer is not None and not self._sequencer.window.full:
+            wake = min(wake, self._sequencer.wake_at() / 1e6)
+        return max(0, min(1000, int((wake - time.monotonic()) * 1000) + 1))
+
+    def _advance(self) -> None:
+        """Rank 0 writes what there is to write; every rank looks at its timers."""
+        now = time.monotonic()
+        if self._sequencer is not None:
+            while (effects := self._sequencer.next_entry(_clock(), time.time_ns() // 1000)) is not None:
+                self._last_entry = now
+                self._perform(effects)
+        if now - self._last_tick < ALIVE_EVERY:
+            return
+        self._last_tick = now
+        self._observe(self._port.tick())
+        self._say(control.Alive(self._core.cursor.applied))
+        self._check_ring(now)
+
+    def _check_ring(self, now: float) -> None:
+        limit = self._config.ring_timeout
+        if self._sequencer is None:
+            if now - self._last_entry > limit:
+                raise FailStop(f"no entry from rank {self._config.rank - 1} for {now - self._last_entry:.1f} s")
+        elif why := self._sequencer.stuck(_clock(), int(limit * 1e6)):
+            raise FailStop(f"the ring does not answer: {why}")
+
+    # -- what arrives --------------------------------------------------------------------------------
+
+    def _read_relay(self) -> None:
+        assert self._links.relay_in is not None
+        for frame in self._links.relay_in.receive():
+            self._last_entry = time.monotonic()
+            self._perform(self._core.on_entry(frame.entry, frame.trailer))
+
+    def _read_back(self) -> None:
+        assert self._links.back_in is not None and self._sequencer is not None
+        for frame in self._links.back_in.receive():
+            if frame.epoch != self._config.epoch:
+                self._stale += 1
+            elif isinstance(frame, AckFrame):
+                self._sequencer.acknowledged(frame.seq, frame.ballots)
+            else:
+                self._sequencer.returned(frame.item)
+
+    def _read_reports(self) -> None:
+        assert self._links.report_in is not None and self._sequencer is not None
+        for frame in self._links.report_in.receive():
+            if frame.epoch != self._config.epoch or not 0 < frame.item.rank < self._config.pp_size:
+                self._stale += 1
+            else:
+                self._sequencer.report(frame.item)
+
+    def _read_executor(self) -> None:
+        for event in self._executor.events():
+            match event:
+                case Ran(batch):
+                    self._observe(self._port.ran(batch))
+                case Sampled(item):
+                    if self._sequencer is not None:
+                        self._sequencer.returned(item)
+                    else:
+                        assert self._links.back_out is not None
+                        self._links.back_out.send(ReturnFrame(self._config.epoch, item))
+                case Died(reason):
+                    raise FailStop(reason)
+
+    def _read_daemon(self) -> None:
+        while True:
+            try:
+                data = self._daemon.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._from_daemon(data)
+            except msgspec.DecodeError:
+                self._undecodable += 1
+                continue
+            match message:
+                case control.Submit(spec) if self._sequencer is not None:
+                    self._sequencer.submit(spec)
+                case control.Cancel(key, reason) if self._sequencer is not None:
+                    self._sequencer.cancel(key, reason)
+                case control.AskStatus(token):
+                    self._say(self._status(token))
+                case control.Quit():
+                    self._quit = True
+                case _:
+                    self._undecodable += 1
+
+    # -- what is done --------------------------------------------------------------------------------
+
+    def _observe(self, observations: list[Observation]) -> None:
+        for observation in observations:
+            if self._sequencer is not None:
+                self._sequencer.observe(observation)
+            else:
+                self._perform(self._core.observe(observation))
+
+    def _perform(self, effects: list[Effect]) -> None:
+        epoch = self._config.epoch
+        for effect in effects:
+            match effect:
+                case Relay(entry, trailer):
+                    if self._links.relay_out is not None:
+                        self._links.relay_out.send(RelayFrame(entry, trailer))
+                case Acknowledge(seq, ballots):
+                    assert self._links.back_out is not None
+                    self._links.back_out.send(AckFrame(epoch, seq, ballots))
+                case Report(item):
+                    assert self._links.report_out is not None
+                    frame = UpdateFrame(epoch, item) if isinstance(item, Update) else BellFrame(epoch, item)
+                    self._links.report_out.send(frame)
+                case Run(batch):
+                    self._executor.run(batch)
+                case Reply(key, position, tokens):
+                    self._say(control.Tokens(key, position, tokens))
+                case End(key, outcome):
+                    self._say(control.Ended(key, outcome))
+                case _:
+                    self._observe(self._port.perform(effect))
+
+    def _say(self, message: control.ToDaemon) -> None:
+        try:
+            self._daemon.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise FailStop("the daemon does not read its control channel") from None
+
+    def _status(self, token: int) -> control.StatusReport:
+        core, replica = self._core, self._core.replica
+        rooms, handles, queues, counters = self._port.status()
+        queues |= {"ring_outbox": sum(map(len, self._links.outboxes()))}
+        queues |= {"executor": self._executor.queued(), "ticks_in_flight": replica.slots.in_flight}
+        queues |= {"observations": len(core.local), **(self._sequencer.queues() if self._sequencer else {})}
+        dropped = self._links.dropped() + self._stale + self._undecodable + core.stale
+        return control.StatusReport(
+            token,
+            os.getpid(),
+            core.cursor.applied,
+            replica.digest.value.hex(),
+            queues,
+            replica.count_requests(),
+            replica.leases.count(),
+            rooms,
+            len(core.store),
+            handles,
+            time.monotonic() - self._last_entry,
+            {**replica.counters, **counters, "frames_dropped": dropped + counters.get("frames_dropped", 0)},
+            self._executor.executing(),
+        )
+
+    def _fail(self, reason: str) -> None:
+        config = self._config
+        log.error("fail-stop: %s", reason, exc_info=True)
+        try:
+            folder = Path(config.dump_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{config.instance}-e{config.epoch}-r{config.rank}.dump"
+            path.write_bytes(self._core.recorder.dump(config.instance, config.epoch, config.rank, reason))
+            log.error("flight recorder written to %s", path)
+        finally:
+            self._say(control.Failing(reason))
+
+
+def _clock() -> int:
+    return time.monotonic_ns() // 1000

@@ -1,0 +1,131 @@
+"""The executor thread of a rank: runs batches on the model, in order, and says what came of them.
+
+In: batches from the control loop (at most one per slot). Out: events, announced on an eventfd that the
+loop polls. The two threads share no lock: a queue each way. If the thread dies, its last event says why.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from consensus.entry import Return, TokenOut
+from pipeline.io.hidden import HiddenReceiver, HiddenSender
+from pipeline.planner import Batch
+
+
+class Model(Protocol):
+    """`engine.stage.Stage`, handed in: `pipeline` and `engine` do not import each other."""
+
+    def forward(self, rows: Sequence[Any], hidden: torch.Tensor | None = None) -> Any: ...
+
+
+Sampler = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """KV of the batch is in this rank's pool."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The sampler's result; last rank only."""
+
+    item: Return
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The thread is gone; the rank must follow."""
+
+    reason: str
+
+
+Event = Ran | Sampled | Died
+
+
+class Executor:
+    """Owns the thread. `hidden_in` is None on rank 0, `hidden_out` on the last rank."""
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        hidden_in: HiddenReceiver | None,
+        hidden_out: HiddenSender | None,
+        timeout: float,
+    ) -> None:
+        self._model, self._sampler = model, sampler
+        self._in, self._out, self._timeout = hidden_in, hidden_out, timeout
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._running: tuple[Batch, float] | None = None  # read by the loop for status only
+        self._thread = threading.Thread(target=self._main, name="executor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        self._batches.put(None)
+        self._thread.join(timeout)
+
+    def run(self, batch: Batch) -> None:
+        self._batches.put(batch)
+
+    def queued(self) -> int:
+        return self._batches.qsize()
+
+    def events(self) -> list[Event]:
+        """What happened since the last call; clears the eventfd."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return []
+        found: list[Event] = []
+        while not self._events.empty():
+            found.append(self._events.get_nowait())
+        return found
+
+    def executing(self) -> str:
+        """"tick 17 (8 rows) for 0.4 s", or empty."""
+        running = self._running
+        if running is None:
+            return ""
+        batch, since = running
+        return f"tick {batch.tick} ({len(batch.rows)} rows) for {time.monotonic() - since:.1f} s"
+
+    def _main(self) -> None:
+        try:
+            while (batch := self._batches.get()) is not None:
+                self._running = batch, time.monotonic()
+                self._execute(batch)
+                self._running = None
+        except BaseException as error:  # whatever it is, the rank must not go on without its executor
+            self._tell(Died(f"executor at {self.executing() or 'start'}: {type(error).__name__}: {error}"))
+
+    def _execute(self, batch: Batch) -> None:
+        hidden = self._in.receive(batch.tick, batch.tokens, self._timeout) if self._in else None
+        output = self._model.forward(batch.rows, hidden)
+        if self._out is not None:
+            self._out.send(batch.tick, output.hidden, self._timeout)
+            self._tell(Ran(batch))
+            return
+        samples = [row.sample for row in batch.rows if row.sample is not None]
+        chosen = self._sampler(output.logits, samples) if samples else ()
+        self._tell(Ran(batch))
+        self._tell(Sampled(Return(batch.tick, tuple(TokenOut(c.token, c.logprob, c.top) for c in chosen))))
+
+    def _tell(self, event: Event) -> None:
+        self._events.put(event)
+        os.eventfd_write(self.fd, 1)

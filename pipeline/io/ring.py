@@ -1,0 +1,119 @@
+"""The sockets between the ranks of one instance: relay, return and report channels.
+
+Every channel is a ZMQ PUSH/PULL pair, FIFO, with msgpack frames of one typed union. Nothing blocks:
+what cannot be sent now waits in an outbox that the poller drains, and what does not decode or belongs
+to another epoch is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+
+from consensus.entry import Ballot, Entry, Return, Trailer
+from consensus.store import Update
+from consensus.votes import Bell
+
+MAX_FRAME = 64 << 20  # an entry of 64 prompts of 100k tokens stays below it
+BURST = 256  # frames read from one channel before others get their turn
+
+
+class RelayFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Rank k → k+1."""
+
+    entry: Entry
+    trailer: Trailer
+
+
+class AckFrame(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
+    """Last rank → rank 0: applied up to `seq`, and the merged votes of entry `seq`."""
+
+    epoch: int
+    seq: int
+    ballots: tuple[Ballot, ...]
+
+
+class ReturnFrame(msgspec.Struct, frozen=True, array_like=True, tag="tick"):
+    """Last rank → rank 0: the sampler's result of a tick."""
+
+    epoch: int
+    item: Return
+
+
+class UpdateFrame(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    """Any rank → rank 0: a change of its PPConsensusStore map."""
+
+    epoch: int
+    item: Update
+
+
+class BellFrame(msgspec.Struct, frozen=True, array_like=True, tag="bell"):
+    """Any rank → rank 0: it could vote on a key now."""
+
+    epoch: int
+    item: Bell
+
+
+BackFrame = AckFrame | ReturnFrame
+ReportFrame = UpdateFrame | BellFrame
+T = TypeVar("T")
+
+
+class Outbox:
+    """The sending end of a channel. `limit` frames may wait; beyond it the ring itself is broken."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int = 10_000) -> None:
+        self.socket = context.socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self._waiting: deque[bytes] = deque()
+        self._limit = limit
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def send(self, frame: msgspec.Struct) -> None:
+        """Queues a frame and sends what goes. Raises `OverflowError` when the reader has stopped reading."""
+        if len(self._waiting) >= self._limit:
+            raise OverflowError(f"{self._limit} frames wait for a rank that does not read")
+        self._waiting.append(self._encode(frame))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._waiting:
+            try:
+                self.socket.send(self._waiting[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._waiting.popleft()
+
+
+class Inbox(Generic[T]):
+    """The receiving end of a channel; `dropped` counts frames that do not decode."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, kind: object) -> None:
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self.socket.bind(endpoint)
+        self.dropped = 0
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+
+    def receive(self) -> Iterator[T]:
+        """What has arrived, at most `BURST` frames."""
+        for _ in range(BURST):
+            try:
+                data = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                frame: T = self._decode(data)
+            except msgspec.DecodeError:
+                self.dropped += 1
+                continue
+            yield frame

@@ -1,0 +1,69 @@
+"""A prefill rank's end of the KV transfer, in the control loop's terms.
+
+In: the log's room effects and the batches the executor has run. Out: observations. Slices of a batch
+are pushed as soon as this rank has run it, while the next batch computes.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from pipeline.effects import CloseRoom, FirstToken, OpenRoom, RoomEffect, SendDestinations, StartSender, StopRoom
+from pipeline.local import Observation
+from pipeline.planner import Batch
+from transfer.actions import Observe
+from transfer.io.sending_port import SendingPort
+
+
+class PrefillPort:
+    """`pipeline.io.driver.Port` over a `SendingPort`."""
+
+    def __init__(self, port: SendingPort, layers: tuple[int, int], sampler: bool) -> None:
+        self._port, self._layers, self._sampler = port, layers, sampler
+        self.register = port.register
+
+    def perform(self, effect: RoomEffect) -> list[Observation]:
+        match effect:
+            case OpenRoom(key, peer, prompt_len):
+                return _seen(self._port.open(key.room, peer.instance, peer.epoch, prompt_len))
+            case StartSender(room, pages):
+                return _seen(self._port.start(room, pages))
+            case FirstToken(room, payload):
+                return _seen(self._port.first_token(room, payload)) if self._sampler else []
+            case StopRoom(room, reason):
+                return _seen(self._port.stop(room, reason))
+            case CloseRoom(room):
+                return _seen(self._port.close(room))
+            case SendDestinations():
+                raise AssertionError("a prefill instance receives no KV")
+
+    def ran(self, batch: Batch) -> list[Observation]:
+        observed: list[Observe] = []
+        for row in batch.rows:
+            observed += self._port.written(row.key.room, row.start, row.start + len(row.tokens), self._layers)
+        return _seen(observed)
+
+    def on_readable(self) -> list[Observation]:
+        return _seen(self._port.on_readable())
+
+    def tick(self) -> list[Observation]:
+        return _seen(self._port.tick())
+
+    def status(self) -> tuple[int, int, dict[str, int], dict[str, int]]:
+        side, engine, link = self._port.side, self._port.engine, self._port.link.counters
+        counters = {
+            "kv_bytes_sent": engine.counters.bytes_done,
+            "transfers_done": side.counters.done,
+            "transfers_failed": side.counters.failed,
+            "handles_failed": engine.counters.handles_failed,
+            "frames_dropped": link.malformed + link.unbound,
+        }
+        queues = {"unproven_handles": side.unproven()}
+        return len(side.rooms()), engine.handles_outstanding, queues, counters
+
+    def close(self) -> None:
+        self._port.close_port()
+
+
+def _seen(observed: list[Observe]) -> list[Observation]:
+    return [Observation(o.room, o.topic, o.good, o.reason, o.payload) for o in observed]
