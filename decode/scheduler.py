@@ -88,6 +88,12 @@ class DecodeReplica(Replica):
             self.move(request, TRANSFERRING)
             self.emit(SendDestinations(request.key.room, lease.pages[: self.pages_for(request.prompt_len)]))
 
+    def role_state(self) -> list[Key]:
+        return list(self._turn)
+
+    def restore_role(self, state: list[Key]) -> None:
+        self._turn = dict.fromkeys(state)
+
     def ready(self) -> int:
         return len(self._turn)
 

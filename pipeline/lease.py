@@ -8,6 +8,8 @@ one lease that its request still holds, or quarantined in one that it does not (
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
+
 from consensus.entry import Key
 from pipeline.pages import PagePool
 
@@ -40,6 +42,15 @@ class LeaseBook:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def items(self) -> ItemsView[Key, Lease]:
+        return self._leases.items()
+
+    def restore(self, runs: list[tuple[int, int]], leases: dict[Key, Lease]) -> None:
+        """Becomes what a snapshot says."""
+        self.pool.runs, self.pool.free = list(runs), sum(length for _, length in runs)
+        self._leases = leases
+        self.audit()
 
     def fits(self, count: int) -> bool:
         return count <= self.pool.free

@@ -15,33 +15,34 @@ class PagePool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._runs: list[tuple[int, int]] = [(0, size)] if size else []  # (first id, length), ascending, never adjacent
+        # Free runs as (first id, length): ascending, never adjacent.
+        self.runs: list[tuple[int, int]] = [(0, size)] if size else []
         self.free = size
 
     def take(self, count: int) -> tuple[int, ...]:
         """Removes and returns `count` ids; the caller has checked that they are free."""
         assert 0 < count <= self.free, (count, self.free)
         self.free -= count
-        for index, (first, length) in enumerate(self._runs):
+        for index, (first, length) in enumerate(self.runs):
             if length >= count:
                 self._cut(index, count)
                 return tuple(range(first, first + count))
         taken: list[int] = []
         while len(taken) < count:
             # The longest run, the lowest among equals: fewest runs, hence fewest descriptors.
-            index = min(range(len(self._runs)), key=lambda i: (-self._runs[i][1], self._runs[i][0]))
-            first, length = self._runs[index]
+            index = min(range(len(self.runs)), key=lambda i: (-self.runs[i][1], self.runs[i][0]))
+            first, length = self.runs[index]
             part = min(length, count - len(taken))
             self._cut(index, part)
             taken.extend(range(first, first + part))
         return tuple(taken)
 
     def _cut(self, index: int, count: int) -> None:
-        first, length = self._runs[index]
+        first, length = self.runs[index]
         if length == count:
-            del self._runs[index]
+            del self.runs[index]
         else:
-            self._runs[index] = (first + count, length - count)
+            self.runs[index] = (first + count, length - count)
 
     def give(self, pages: Sequence[int]) -> None:
         """Returns ids to the free list. A page that is free already is a bug and stops the rank."""
@@ -51,22 +52,22 @@ class PagePool:
         assert self.free <= self.size
 
     def _insert(self, first: int, length: int) -> None:
-        at = bisect_left(self._runs, (first, 0))
-        before = self._runs[at - 1] if at else None
-        after = self._runs[at] if at < len(self._runs) else None
+        at = bisect_left(self.runs, (first, 0))
+        before = self.runs[at - 1] if at else None
+        after = self.runs[at] if at < len(self.runs) else None
         assert before is None or before[0] + before[1] <= first, f"page {first} freed twice"
         assert after is None or first + length <= after[0], f"page {after[0]} freed twice"
         if before is not None and before[0] + before[1] == first:
-            self._runs.remove(before)
+            self.runs.remove(before)
             first, length = before[0], before[1] + length
         if after is not None and first + length == after[0]:
-            self._runs.remove(after)
+            self.runs.remove(after)
             length += after[1]
-        insort(self._runs, (first, length))
+        insort(self.runs, (first, length))
 
     def ids(self) -> list[int]:
         """All free ids, ascending; for the auditor."""
-        return [page for first, length in self._runs for page in range(first, first + length)]
+        return [page for first, length in self.runs for page in range(first, first + length)]
 
 
 def _runs_of(pages: list[int]) -> list[tuple[int, int]]:

@@ -153,6 +153,13 @@ class Replica(ABC):
     def make_row(self, request: Request, share: Share) -> Row:
         """Commits a share: takes pages where the attempt has none yet, and builds its row."""
 
+    def role_state(self) -> list[Key]:
+        """What the role keeps besides the shared state; for snapshots."""
+        return []
+
+    def restore_role(self, state: list[Key]) -> None:
+        assert not state, "this role keeps nothing of its own"
+
     # -- asked by votes and timers -----------------------------------------------------------------
 
     def votable(self, topic: str) -> Iterator[Request]:

@@ -16,31 +16,31 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(count))
-        self._flight: deque[Batch] = deque()
+        self.free_slots = list(range(count))
+        self.flight: deque[Batch] = deque()
         self.next_tick = 1
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self.free_slots)
 
     @property
     def in_flight(self) -> int:
-        return len(self._flight)
+        return len(self.flight)
 
     def first_free(self) -> int | None:
-        return self._free[0] if self._free else None
+        return self.free_slots[0] if self.free_slots else None
 
     def launch(self, batch: Batch) -> None:
-        assert batch.tick == self.next_tick and batch.slot in self._free
-        self._free.remove(batch.slot)
-        self._flight.append(batch)
+        assert batch.tick == self.next_tick and batch.slot in self.free_slots
+        self.free_slots.remove(batch.slot)
+        self.flight.append(batch)
         self.next_tick += 1
 
     def harvest(self, tick: int) -> Batch:
         """Ends the oldest tick in flight, which must be `tick`; frees its slot."""
-        assert self._flight and self._flight[0].tick == tick, f"tick {tick} returned out of order"
-        batch = self._flight.popleft()
-        self._free.append(batch.slot)
-        self._free.sort()
+        assert self.flight and self.flight[0].tick == tick, f"tick {tick} returned out of order"
+        batch = self.flight.popleft()
+        self.free_slots.append(batch.slot)
+        self.free_slots.sort()
         return batch

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from consensus.store import Update
 from pipeline.effects import Acknowledge, Effect, End, Relay, Reply, Report, RoomEffect, Run
 from pipeline.io import control
 from pipeline.io.control import RankConfig
+from pipeline.io.flight import FlightFiles
 from pipeline.io.executor import Died, Executor, Ran, Sampled
 from pipeline.io.ring import (
     AckFrame,
@@ -108,7 +109,9 @@ class Driver:
         self._sequencer = Sequencer(core, config.pp_size, _clock()) if config.rank == 0 else None
         self._from_daemon = msgspec.msgpack.Decoder(control.ToRank).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._quit = False
+        self._flight = FlightFiles(config, core)
+        self._quit = self._dump_wanted = False
+        signal.signal(signal.SIGUSR1, self._want_dump)
         self._stale = self._undecodable = 0
         self._last_entry = self._last_tick = time.monotonic()
         self._handlers: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {
@@ -139,10 +142,20 @@ class Driver:
                         self._handlers[source]()
                 self._observe(self._port.on_readable())
                 self._advance()
+                self._record()
         except Exception as error:
             self._fail(str(error) if isinstance(error, FailStop) else f"{type(error).__name__}: {error}")
             return 1
         return 0
+
+    def _want_dump(self, *_: object) -> None:
+        self._dump_wanted = True  # a signal handler does nothing else
+
+    def _record(self) -> None:
+        self._flight.write()
+        if self._dump_wanted:
+            self._dump_wanted = False
+            log.info("flight recorder written to %s", self._flight.dump("SIGUSR1"))
 
     def _poll_outboxes(self, poller: zmq.Poller) -> None:
         for outbox in self._links.outboxes():
@@ -305,14 +318,9 @@ class Driver:
         )
 
     def _fail(self, reason: str) -> None:
-        config = self._config
         log.error("fail-stop: %s", reason, exc_info=True)
         try:
-            folder = Path(config.dump_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{config.instance}-e{config.epoch}-r{config.rank}.dump"
-            path.write_bytes(self._core.recorder.dump(config.instance, config.epoch, config.rank, reason))
-            log.error("flight recorder written to %s", path)
+            log.error("flight recorder written to %s", self._flight.dump(reason))
         finally:
             self._say(control.Failing(reason))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from consensus.digest import Digest
 from consensus.entry import Entry, Trailer
 from consensus.log import Cursor, Diverged, Window
-from consensus.recorder import Recorder, load
+from consensus.recorder import Flight, FlightError, Header, Record, Recorder, frame, read, story
 
 
 def test_a_gap_a_repeat_and_another_state_stop_a_follower() -> None:
@@ -49,9 +48,19 @@ def test_the_recorder_keeps_the_last_entries_and_reads_back_what_it_wrote() -> N
     recorder = Recorder(limit=3)
     for seq in range(1, 6):
         recorder.record(Entry(1, seq, 0, 0), (("move", "r", 0, "a", "b"),) if seq == 4 else (), b"d%d" % seq)
-    dump = load(recorder.dump("p0", 1, 2, "why"))
-    assert [r.entry.seq for r in dump.records] == [3, 4, 5]
-    assert (dump.instance, dump.rank, dump.reason) == ("p0", 2, "why")
-    assert recorder.story("r") == ["seq 4: ('move', 'r', 0, 'a', 'b')"]
-    with pytest.raises(msgspec.DecodeError):
-        load(b"\xc1 garbage")
+    records = recorder.records()
+    assert [r.entry.seq for r in records] == [3, 4, 5]
+    assert len(recorder.fresh()) == 5 and recorder.fresh() == []
+    assert story(records, "r") == ["seq 4: ('move', 'r', 0, 'a', 'b')"]
+    header = Header("prefill", "p0", 1, 2, b"state")
+    data = b"".join(map(frame, (header, *records)))
+    assert read(data) == Flight(header, records)
+    assert read(data[:-3]).records == records[:-1], "the rank was killed while it wrote the last record"
+
+
+def test_what_is_not_a_flight_is_refused() -> None:
+    header = frame(Header("prefill", "p0", 1, 2, b""))
+    gap = b"".join(frame(Record(Entry(1, seq, 0, 0), (), b"")) for seq in (1, 3))
+    for data in (b"", b"\xff" * 40, b"\0\0\0\1\xc1", header + gap):
+        with pytest.raises(FlightError):
+            read(data)

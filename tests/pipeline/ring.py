@@ -53,7 +53,9 @@ class Instance:
 class Pair:
     """A prefill and a decode instance; `run` steps them until nothing is left to do."""
 
-    def __init__(self, seed: int, prefill_ranks: int, decode_ranks: int, prefill: dict | None = None, decode: dict | None = None):
+    def __init__(
+        self, seed: int, prefill_ranks: int, decode_ranks: int, prefill: dict | None = None, decode: dict | None = None
+    ):
         self.random = random.Random(seed)
         self.clock = 0
         self.checks = True  # off: only the product's own checks are left

@@ -17,7 +17,9 @@ def reference(key: Key, prompt: int, out: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(40))
 def test_requests_run_through_both_sides_and_leave_nothing(seed: int) -> None:
     pair = Pair(seed, 1 + seed % 4, 1 + seed // 4 % 4)
-    wanted = {pair.submit(f"r{i}", prompt=1 + (7 * i) % 25, out=1 + i % 9): (1 + (7 * i) % 25, 1 + i % 9) for i in range(12)}
+    wanted = {
+        pair.submit(f"r{i}", prompt=1 + (7 * i) % 25, out=1 + i % 9): (1 + (7 * i) % 25, 1 + i % 9) for i in range(12)
+    }
     pair.run()
     for key, (prompt, out) in wanted.items():
         assert pair.decode.tokens[key] == reference(key, prompt, out)

@@ -1,0 +1,67 @@
+"""The flight recorder's files: the last entries of this rank, on disk, bounded, whatever kills the rank.
+
+Two segment files take turns; each begins with a snapshot of the state, so either can be replayed alone.
+Writes go to the page cache and survive the death of the process. `dump` joins the two into one file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from consensus import recorder
+from consensus.recorder import Flight, Header
+from pipeline import snapshot
+from pipeline.io.control import RankConfig
+from pipeline.rank import RankCore
+
+SEGMENT = 4096  # entries per segment file
+
+
+class FlightFiles:
+    """Writes what `core` records. Not thread-safe; used by the control loop alone."""
+
+    def __init__(self, config: RankConfig, core: RankCore) -> None:
+        self._config, self._core = config, core
+        folder = Path(config.dump_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{config.instance}-e{config.epoch}-r{config.rank}"
+        self._segments = (folder / f"{stem}.a.flight", folder / f"{stem}.b.flight")
+        self._dump = folder / f"{stem}.dump"
+        self._current = 1
+        self._count = 0
+        self._begin()
+
+    def write(self) -> None:
+        """Everything recorded since the last call."""
+        fresh = self._core.recorder.fresh()
+        if not fresh:
+            return
+        self._file.write(b"".join(map(recorder.frame, fresh)))
+        self._count += len(fresh)
+        if self._count >= SEGMENT:
+            self._file.close()
+            self._begin()
+
+    def dump(self, reason: str) -> Path:
+        """One file with all that both segments hold."""
+        self.write()
+        flight = self._read(self._current)
+        other = self._segments[1 - self._current]
+        if other.exists():
+            flight = recorder.join(self._read(1 - self._current), flight)
+        header = msgspec.structs.replace(flight.header, reason=reason)
+        self._dump.write_bytes(b"".join(map(recorder.frame, (header, *flight.records))))
+        return self._dump
+
+    def _begin(self) -> None:
+        self._current, self._count = 1 - self._current, 0
+        config = self._config
+        state = msgspec.msgpack.encode(snapshot.take(self._core.replica))
+        # Unbuffered: what was handed to the kernel survives a kill -9 of this process.
+        self._file = open(self._segments[self._current], "wb", buffering=0)  # noqa: SIM115
+        self._file.write(recorder.frame(Header(config.role, config.instance, config.epoch, config.rank, state)))
+
+    def _read(self, which: int) -> Flight:
+        return recorder.read(self._segments[which].read_bytes())
