@@ -1,0 +1,36 @@
+"""The runtime as a rank process needs it: how many pages fit, load the stage, sample.
+
+One object per rank; it binds the folder, the layers and the dtype, so that the process that drives it
+needs to know nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.kv_pool import pages_that_fit
+from engine.model_spec import read_spec
+from engine.sampler import sample
+from engine.stage import DTYPES, Stage
+from engine.stage_weights import Progress
+
+
+class Runtime:
+    """Layers [begin, end) of the model in `folder`."""
+
+    sample = staticmethod(sample)
+
+    def __init__(self, folder: str, begin: int, end: int, page_size: int, dtype: str) -> None:
+        self.spec = read_spec(Path(folder))
+        self.layers = range(begin, end)
+        self._folder, self._page_size, self._dtype = folder, page_size, dtype
+
+    def capacity(self, budget: int) -> int:
+        """KV pages of these layers that fit into `budget` bytes."""
+        spec = self.spec
+        dtype = DTYPES[self._dtype]
+        return pages_that_fit(budget, len(self.layers), self._page_size, spec.kv_heads, spec.head_dim, dtype)
+
+    def load(self, pages: int, progress: Progress) -> Stage:
+        """Reads the weights and allocates the pool; `progress(fraction, what)`."""
+        return Stage.load(self._folder, self.layers, pages, self._page_size, self._dtype, progress)
