@@ -1,0 +1,98 @@
+"""Starts and stops the gateway.
+
+In: a `GatewayConfig`, or a command line. Out: a listening HTTP server, one "ready" line in the
+log, and on SIGTERM or SIGINT an orderly end: no new requests, a grace for those in flight, then
+one clean error for what is left.
+
+    python -m gateway.app --model FOLDER --prefill HOST:PORT --decode HOST:PORT
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from gateway.config import GatewayConfig
+from gateway.model_files import ModelFiles
+from gateway.routes import make_application
+from gateway.service import Gateway
+
+log = logging.getLogger("paceline.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    gateway: Gateway
+    host: str
+    port: int  # the real one, also where the configuration says 0
+
+
+@asynccontextmanager
+async def listening(config: GatewayConfig) -> AsyncIterator[Listening]:
+    """The gateway serves inside this block; leaving it is the orderly end."""
+    gateway = Gateway(config, ModelFiles(config.model))
+    # A client that goes away cancels its handler, streaming or not.
+    runner = web.AppRunner(make_application(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    async with gateway.running():
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.host, config.port, backlog=1024)
+            await site.start()
+            yield Listening(gateway, config.host, runner.addresses[0][1])
+            await site.stop()
+            await gateway.drain()
+        finally:
+            await runner.cleanup()
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with listening(config) as server:
+        log.info(
+            "gateway ready on http://%s:%d (model %s; prefill %s; decode %s)",
+            server.host,
+            server.port,
+            config.served_name,
+            ", ".join(config.prefill) or "none",
+            ", ".join(config.decode) or "none",
+        )
+        await stop.wait()
+        log.info("gateway stopping, %d requests in flight", server.gateway.in_flight)
+    log.info("gateway stopped")
+
+
+def parse_arguments(arguments: Sequence[str]) -> GatewayConfig:
+    """Every field of the configuration is an option; `prefill` and `decode` may be repeated."""
+    parser = argparse.ArgumentParser(prog="python -m gateway.app", description="OpenAI-compatible HTTP front.")
+    parser.add_argument("--model", type=Path, required=True, help="folder with the model's tokenizer and config")
+    for role in ("prefill", "decode"):
+        parser.add_argument(f"--{role}", action="append", default=[], metavar="HOST:PORT")
+    for field in dataclasses.fields(GatewayConfig):
+        if field.name not in ("model", "prefill", "decode"):
+            kind = type(field.default)
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    values = vars(parser.parse_args(arguments))
+    return GatewayConfig(**values | {"prefill": tuple(values["prefill"]), "decode": tuple(values["decode"])})
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    asyncio.run(serve(parse_arguments(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

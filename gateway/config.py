@@ -1,0 +1,39 @@
+"""What the gateway is told at start.
+
+In: a command line or a caller. Out: one frozen `GatewayConfig`. Everything that bounds the
+gateway (requests in flight, body size, waiting times) is a field here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    model: Path  # folder with tokenizer.json, tokenizer_config.json and config.json; no weights needed
+    prefill: tuple[str, ...] = ()  # gRPC host:port of prefill instances
+    decode: tuple[str, ...] = ()  # gRPC host:port of decode instances
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free port (the ready line tells which)
+    model_name: str = ""  # name clients ask for; empty: the folder's name
+    max_inflight: int = 1024  # generation requests at once; beyond it clients get 429
+    max_body_bytes: int = 32 * 1024 * 1024
+    request_timeout_s: float = 600.0  # told to the instances; the gateway waits a little longer
+    shutdown_grace_s: float = 10.0  # after SIGTERM, for requests in flight
+    describe_interval_s: float = 5.0  # between two looks at an instance that serves
+    describe_timeout_s: float = 3.0
+    keepalive_s: float = 5.0  # gRPC ping on connections with calls in flight
+    keepalive_timeout_s: float = 5.0  # no answer for so long: the connection is dead
+    drain_s: float = 5.0  # how long a side whose story no longer matters may take to end by itself
+
+    def __post_init__(self) -> None:
+        if self.max_inflight < 1:
+            raise ValueError(f"max_inflight must be at least 1, not {self.max_inflight}")
+        if self.request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s must be positive, not {self.request_timeout_s}")
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model.resolve().name

@@ -1,0 +1,75 @@
+"""What every HTTP answer of the gateway has in common.
+
+In: handlers' results and exceptions. Out: responses in OpenAI's error shape, each with an
+X-Request-Id, the mode, and the pair that served it once one was chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from gateway.errors import ApiError
+from gateway.instances import Pair
+from gateway.openai_replies import encode
+from gateway.service import Gateway
+
+log = logging.getLogger("paceline.gateway")
+
+GATEWAY: web.AppKey[Gateway] = web.AppKey("gateway", Gateway)
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # an answer has begun
+PAIR: web.RequestKey[Pair] = web.RequestKey("pair", Pair)
+
+JSON_HEADERS = {"Content-Type": "application/json"}
+_LONGEST_CLIENT_ID = 256
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = dict(JSON_HEADERS)
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return web.Response(status=error.status, body=encode(error.body()), headers=headers)
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request[REQUEST_ID] = uuid.uuid4().hex
+    try:
+        return await handler(request)
+    except ApiError as error:
+        _cut_stream(request)
+        if error.status >= 500:
+            log.warning("%s %s: %d %s", request[REQUEST_ID], request.path, error.status, error.message)
+        return error_response(error)
+    except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
+        message = f"{error.reason}: {request.method} {request.path}"
+        return error_response(ApiError(error.status, message, code=str(error.status)))
+    except ConnectionError:
+        raise  # the client has gone; there is nobody to answer
+    except Exception:
+        log.exception("%s %s failed", request[REQUEST_ID], request.path)
+        _cut_stream(request)
+        return error_response(ApiError(500, "the gateway failed", type="server_error", code="internal_error"))
+
+
+def _cut_stream(request: web.Request) -> None:
+    """A stream that cannot end with an error event (its client does not read) ends with its connection."""
+    if request.get(STREAMING) and request.transport is not None:
+        request.transport.abort()
+
+
+async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
+    """Signal on_response_prepare: also for streams and errors."""
+    ours = http.get(REQUEST_ID) or uuid.uuid4().hex
+    theirs = http.headers.get("X-Request-Id", "")
+    usable = 0 < len(theirs) <= _LONGEST_CLIENT_ID and theirs.isprintable()
+    response.headers["X-Request-Id"] = theirs if usable else ours
+    response.headers["X-Paceline-Mode"] = "disaggregated"
+    pair = http.get(PAIR)
+    if pair is not None:
+        response.headers["X-Paceline-Prefill"] = pair.prefill.instance_id
+        response.headers["X-Paceline-Decode"] = pair.decode.instance_id

@@ -1,0 +1,267 @@
+"""Reads OpenAI-style request bodies.
+
+In: the bytes of a body. Out: `ChatRequest` or `CompletionRequest`, or an `ApiError` (400) that
+names the field. Pure. Unknown fields are accepted and ignored; `null` means "not given". What
+the gateway cannot do (several choices, tools, response formats) is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.errors import ApiError, invalid
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True):
+    """What both endpoints share. Names are OpenAI's; those OpenAI lacks are vLLM's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str = "text"
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wanted_tokens(self) -> tuple[str, int] | None:
+        """The explicit limit, with the name of the field that set it."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    prompt: Any  # checked by hand: a union of lists cannot be told apart by type
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def wanted_tokens(self) -> tuple[str, int] | None:
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+GenerationRequest = ChatRequest | CompletionRequest
+_Body = TypeVar("_Body", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    request = _decode(body, ChatRequest)
+    _check_sampling(request)
+    if request.max_completion_tokens is not None and request.max_completion_tokens < 1:
+        raise _below("max_completion_tokens", request.max_completion_tokens, 1)
+    if request.top_logprobs is not None:
+        _within("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+        if not request.logprobs and request.top_logprobs > 0:
+            raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    if request.tools and request.tool_choice != "none":
+        raise invalid("tools are not supported", "tools")
+    if request.response_format is not None and request.response_format.type != "text":
+        kind = request.response_format.type
+        raise invalid(f"response_format of type '{kind}' is not supported, only 'text'", "response_format")
+    _check_messages(request.messages)
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    request = _decode(body, CompletionRequest)
+    _check_sampling(request)
+    if request.logprobs is not None:
+        _within("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+        if request.echo:
+            raise invalid("echo together with logprobs is not supported", "echo")
+    if request.best_of not in (None, 1):
+        raise invalid("best_of must be 1: one choice per request", "best_of")
+    if request.suffix:
+        raise invalid("suffix is not supported", "suffix")
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    request = _decode(body, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if request.messages is not None:
+        _check_messages(request.messages)
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    return _decode(body, DetokenizeRequest)
+
+
+def prompt_of(request: CompletionRequest) -> str | list[int]:
+    """The prompt as text or as token ids. A list with one prompt is that prompt."""
+    prompt = request.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        if len(prompt) > 1:
+            raise invalid(f"prompt holds {len(prompt)} prompts; send one per request", "prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    raise invalid("prompt must be a string or a list of token ids", "prompt")
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates want them: content that came as text parts becomes one string."""
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        plain.append({**message, "content": "" if content is None else content})
+    return plain
+
+
+def _decode(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        raise invalid(message, _param(message)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+
+
+def _param(message: str) -> str | None:
+    """The field a msgspec error is about: "… - at `$.max_tokens`" or "… missing required field `prompt`"."""
+    if " - at `" in message:
+        path = message.rsplit(" - at `", 1)[1].rstrip("`")
+        return path.removeprefix("$.").removeprefix("$") or None
+    if "required field `" in message:
+        return message.rsplit("required field `", 1)[1].split("`", 1)[0]
+    return None
+
+
+def _below(param: str, value: float, least: float) -> ApiError:
+    return invalid(f"{param} must be at least {least}, not {value}", param)
+
+
+def _within(param: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    # Written so that NaN fails too.
+    if not ((low < value if open_low else low <= value) and value <= high):
+        bounds = f"{'(' if open_low else '['}{low}, {high}]"
+        raise invalid(f"{param} must be in {bounds}, not {value}", param)
+
+
+_BIGGEST = 2**31 - 1  # of the wire's integers that we fill
+
+
+def _check_sampling(request: GenerationRequest) -> None:
+    if request.n not in (None, 1):
+        raise invalid("n must be 1: one choice per request", "n")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise _below("max_tokens", request.max_tokens, 1)
+    _within("temperature", request.temperature, 0, 1000)
+    _within("top_p", request.top_p, 0, 1, open_low=True)
+    _within("top_k", request.top_k, -1, _BIGGEST)
+    _within("min_p", request.min_p, 0, 1)
+    _within("repetition_penalty", request.repetition_penalty, 0, 1000, open_low=True)
+    _within("presence_penalty", request.presence_penalty, -2, 2)
+    _within("frequency_penalty", request.frequency_penalty, -2, 2)
+    _within("min_tokens", request.min_tokens, 0, _BIGGEST)
+    for key, bias in (request.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise invalid(f"logit_bias keys must be token ids, not '{key[:40]}'", "logit_bias")
+        _within("logit_bias", bias, -100, 100)
+    if len(request.stops) > MAX_STOPS:
+        raise invalid(f"stop holds {len(request.stops)} strings, at most {MAX_STOPS} are allowed", "stop")
+    if not all(request.stops):
+        raise invalid("stop strings must not be empty", "stop")
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    if not messages:
+        raise invalid("messages must not be empty", "messages")
+    for at, message in enumerate(messages):
+        where = f"messages[{at}]"
+        if not isinstance(message.get("role"), str):
+            raise invalid(f"{where}.role must be a string", f"{where}.role")
+        content = message.get("content")
+        if not isinstance(content, (str, list, type(None))):
+            raise invalid(f"{where}.content must be a string or a list of parts", f"{where}.content")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+                path = f"{where}.content[{index}]"
+                raise invalid(f"{path} must be a part of type 'text' with a string 'text'", path)
