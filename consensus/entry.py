@@ -16,6 +16,8 @@ BOOTSTRAP: Final = "bootstrap"
 PREALLOC: Final = "prealloc"
 TRANSFER: Final = "transfer"
 RELEASE: Final = "release"
+SPILL: Final = "spill"
+FILL: Final = "fill"
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):

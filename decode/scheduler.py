@@ -1,21 +1,35 @@
 """Decode's scheduler: who gets pages, who is in the next batch, and what the log's events mean.
 
 Invariants: pages come in log order, and the first attempt that does not fit stops the rest; an attempt
-gets pages for its prompt and for all it may generate, so a running request never waits for a page; it
-is in at most one tick at a time; turns go round, so that none starves when not all fit into a batch.
+is in at most one tick at a time, and only if the page it writes into is its own; turns go round, so
+that none starves when not all fit into a batch. When the pool runs dry the youngest makes room
+(`decode.retract`); nothing new is let in while anything is retracted.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from consensus.entry import PREALLOC, TRANSFER, Admission, Key, RequestSpec, TokenOut
-from decode.lifecycle import GRANTED, PREALLOCATING, READY, RUNNING, TIMED, TOPICS, TRANSFERRING, TRANSITIONS
-from pipeline.effects import SendDestinations, StopRoom
-from pipeline.lease import REQUEST, WRITER
+from consensus.entry import SPILL, Admission, Key, RequestSpec, TokenOut
+from decode.lifecycle import (
+    FILLING,
+    GRANTED,
+    PREALLOCATING,
+    READY,
+    RETRACTED,
+    RUNNING,
+    SPILLING,
+    TIMED,
+    TOPICS,
+    TRANSFERRING,
+    TRANSITIONS,
+)
+from decode.retract import GrowthShare, choose_victim
+from pipeline.effects import CopyFromHost, CopyToHost, DropHostCopy, SendDestinations, StopRoom
+from pipeline.lease import REQUEST, WRITER, copy_holder
 from pipeline.outcome import ERROR, Outcome
 from pipeline.planner import Row, Share
-from pipeline.replica import Replica, ReplicaConfig
+from pipeline.replica import Replica, ReplicaConfig, RoleState
 from pipeline.request import Request
 
 
@@ -28,11 +42,17 @@ class DecodeReplica(Replica):
 
     def __init__(self, config: ReplicaConfig) -> None:
         super().__init__(config)
-        self._turn: dict[Key, None] = {}  # who may be in the next batch, in order of their turn
+        self._turn: dict[Key, None] = {}  # may be in the next batch, in order of their turn
+        self._needy: dict[Key, None] = {}  # could be, if they had one more page
+        self._share = GrowthShare()
         self._decoder = msgspec.msgpack.Decoder(TokenOut)
+        self.counters |= {"retracted": 0, "resumed": 0}
+
+    # -- what the log's events mean ----------------------------------------------------------------
 
     def refuse(self, spec: RequestSpec) -> str:
-        need = self._need(len(spec.prompt), spec.params.max_tokens)
+        # The last token that can be generated is never run, so its KV needs no place.
+        need = self.pages_for(min(len(spec.prompt) + spec.params.max_tokens - 1, self.config.max_model_len))
         if need > self.config.pages:
             return f"prompt and max_tokens need {need} pages, the pool has {self.config.pages}"
         return ""
@@ -41,33 +61,49 @@ class DecodeReplica(Replica):
         raise AssertionError("the store decides nothing on the decode side")
 
     def on_abort(self, request: Request, outcome: Outcome) -> None:
-        if request.state in (PREALLOCATING, GRANTED):
-            self.end(request, outcome)
-            self.emit(StopRoom(request.key.room, outcome.reason))
-            self.finish(request)
-        elif request.state == TRANSFERRING:
-            self._quarantine(request, outcome)
-        elif request.ticks:
-            request.ending = outcome
-        else:
-            self._complete(request, outcome)
+        match request.state:
+            case "prealloc" | "granted":
+                self.end(request, outcome)
+                self.emit(StopRoom(request.key.room, outcome.reason))
+                self.finish(request)
+            case "transferring":
+                self._quarantine(request, outcome)
+            case "spilling" | "filling":
+                # The outcome goes out at once; the pages wait for the verdict on the copy.
+                request.ending = outcome
+                self.end(request, outcome)
+                self.leases.drop(request.key, REQUEST)
+            case "retracted":
+                self.emit(DropHostCopy(request.key.room))
+                self._complete(request, outcome)
+            case _ if request.ticks:
+                request.ending = outcome
+            case _:
+                self._complete(request, outcome)
 
     def on_good(self, request: Request, topic: str, payload: bytes) -> None:
-        if topic == PREALLOC:
-            self.move(request, GRANTED)
-            return
-        self.leases.drop(request.key, WRITER)
-        if topic == TRANSFER:
-            self._receive(request, self._decoder.decode(payload))
-        else:
-            self.finish(request)
+        match topic:
+            case "prealloc":
+                self.move(request, GRANTED)
+            case "transfer":
+                self.leases.drop(request.key, WRITER)
+                self._receive(request, self._decoder.decode(payload))
+            case "spill" | "fill":
+                self._copied(request, topic == SPILL)
+            case _:
+                self.leases.drop(request.key, WRITER)
+                self.finish(request)
 
     def on_bad(self, request: Request, topic: str, reason: str) -> None:
-        if topic == PREALLOC:
-            self.on_abort(request, Outcome(ERROR, f"handshake with prefill failed: {reason}", 0, True))
-        else:
-            assert topic == TRANSFER, "a fence cannot fail"
-            self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", 0, True))
+        match topic:
+            case "prealloc":
+                self.on_abort(request, Outcome(ERROR, f"handshake with prefill failed: {reason}", 0, True))
+            case "transfer":
+                self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", 0, True))
+            case "spill" | "fill":
+                self._copy_failed(request, reason)
+            case _:
+                raise AssertionError("a fence cannot fail")
 
     def on_harvest(self, request: Request, row: Row, token: TokenOut | None) -> None:
         assert token is not None, "every decode row yields a token"
@@ -78,21 +114,72 @@ class DecodeReplica(Replica):
         self.reply(request, token)
         self._go_on(request)
 
+    # -- pages: grow, make room, resume, allocate --------------------------------------------------
+
     def maintain(self) -> None:
+        self._grow()
+        if self._needy:
+            self._make_room()
+            return
+        if not self.states[SPILLING]:
+            self._resume()
+        if not self.states[SPILLING] and not self.states[RETRACTED]:
+            self._allocate()
+
+    def _grow(self) -> None:
+        # Oldest first: whoever came first must not wait for a page that a younger one took.
+        for request in sorted((self.requests[key] for key in self._needy), key=lambda r: r.number):
+            if not self.leases.fits(1):
+                return
+            pages = self.leases.grow(request.key, 1)
+            self.digest.note("pages", request.key.request, request.key.attempt, pages)
+            del self._needy[request.key]
+            self._turn[request.key] = None
+
+    def _make_room(self) -> None:
+        """The pool is dry. One spill at a time: its pages may be enough."""
+        if self.states[SPILLING]:
+            return
+        holding = [*self.states[READY].values(), *self.states[RUNNING].values()]
+        holding.sort(key=lambda r: r.number)
+        idle = [r for r in holding if not r.ticks]
+        needy = min((self.requests[key] for key in self._needy), key=lambda r: r.number)
+        victim = choose_victim(needy, idle)
+        if victim is None:
+            return
+        self._turn.pop(victim.key, None)
+        self._needy.pop(victim.key, None)
+        self._share.retracted()
+        self.counters["retracted"] += 1
+        self.move(victim, SPILLING)
+        self.leases.hold(victim.key, copy_holder(self.seq))
+        self.emit(CopyToHost(victim.key.room, self.seq, self._written_pages(victim)))
+
+    def _resume(self) -> None:
+        for request in list(self.states[RETRACTED].values()):
+            need = self.pages_for(self._length(request))
+            # Each running request may need a page at once; coming back must not make another one leave.
+            if not self.leases.fits(need + len(self.states[RUNNING]) + len(self.states[READY])):
+                return
+            lease = self.leases.open(request.key, need, REQUEST, copy_holder(self.seq))
+            self.digest.note("pages", request.key.request, request.key.attempt, lease.pages)
+            self.move(request, FILLING)
+            self.emit(CopyFromHost(request.key.room, self.seq, self._written_pages(request)))
+
+    def _allocate(self) -> None:
         for request in list(self.states[GRANTED].values()):
-            need = self._need(request.prompt_len, request.params.max_tokens)
-            if not self.leases.fits(need):
-                break
+            need = self.pages_for(min(request.prompt_len + 1, self.config.max_model_len))
+            active = [r for state in (TRANSFERRING, READY, RUNNING, FILLING) for r in self.states[state].values()]
+            growth = self._share.expected([*active, request], self.config.page_size, self.config.max_model_len)
+            # Alone it fits, or it would have been refused; with others it leaves them room to grow.
+            if not self.leases.fits(need + (growth if active else 0)):
+                return
             lease = self.leases.open(request.key, need, REQUEST, WRITER)
             self.digest.note("pages", request.key.request, request.key.attempt, lease.pages)
             self.move(request, TRANSFERRING)
             self.emit(SendDestinations(request.key.room, lease.pages[: self.pages_for(request.prompt_len)]))
 
-    def role_state(self) -> list[Key]:
-        return list(self._turn)
-
-    def restore_role(self, state: list[Key]) -> None:
-        self._turn = dict.fromkeys(state)
+    # -- launching -----------------------------------------------------------------------------------
 
     def ready(self) -> int:
         return len(self._turn)
@@ -102,8 +189,7 @@ class DecodeReplica(Replica):
         for key in self._turn:
             if len(shares) == rows:
                 break
-            request = self.requests[key]
-            shares.append(Share(key, request.prompt_len + len(request.output) - 1, 1))
+            shares.append(Share(key, self._length(self.requests[key]) - 1, 1))
         return shares
 
     def make_row(self, request: Request, share: Share) -> Row:
@@ -113,9 +199,25 @@ class DecodeReplica(Replica):
         pages = self.leases.get(request.key).pages
         return Row(request.key, share.start, (request.output[-1],), pages, request.sample(self.config.eos_ids))
 
-    def _need(self, prompt_len: int, max_tokens: int) -> int:
-        # The last token that can be generated is never run, so its KV needs no place.
-        return self.pages_for(min(prompt_len + max_tokens - 1, self.config.max_model_len))
+    # -- snapshots -----------------------------------------------------------------------------------
+
+    def role_state(self) -> RoleState:
+        return RoleState(tuple(self._turn), tuple(self._needy), self._share.permille)
+
+    def restore_role(self, state: RoleState) -> None:
+        self._turn, self._needy = dict.fromkeys(state.turn), dict.fromkeys(state.needy)
+        self._share.permille = state.share
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _length(request: Request) -> int:
+        """Positions of prompt and output; the last one's KV is written by the tick that runs it."""
+        return request.prompt_len + len(request.output)
+
+    def _written_pages(self, request: Request) -> tuple[int, ...]:
+        """The pages that hold KV: all positions but the last token's."""
+        return self.leases.get(request.key).pages[: self.pages_for(self._length(request) - 1)]
 
     def _receive(self, request: Request, first: TokenOut) -> None:
         """All KV is here. The prefill side told the client the first token already; positions let it drop one."""
@@ -127,14 +229,18 @@ class DecodeReplica(Replica):
 
     def _go_on(self, request: Request) -> None:
         outcome = request.finish(self.config.eos_ids, self.config.max_model_len)
-        if outcome is None:
+        if outcome is not None:
+            self._share.finished()
+            self._complete(request, outcome)
+        elif self.pages_for(self._length(request)) <= len(self.leases.get(request.key).pages):
             self._turn[request.key] = None
         else:
-            self._complete(request, outcome)
+            self._needy[request.key] = None
 
     def _complete(self, request: Request, outcome: Outcome) -> None:
         """Ends an attempt whose pages nobody but it and its harvested ticks ever touch."""
         self._turn.pop(request.key, None)
+        self._needy.pop(request.key, None)
         self.end(request, outcome)
         self.leases.drop(request.key, REQUEST)
         self.finish(request)
@@ -143,3 +249,27 @@ class DecodeReplica(Replica):
         """Prefill may still write into the pages: they wait for the release verdict."""
         self.leases.drop(request.key, REQUEST)
         self.start_aborting(request, outcome)
+
+    def _copied(self, request: Request, spilled: bool) -> None:
+        self.leases.drop(request.key, copy_holder(request.stage_seq))
+        if request.ending is not None:  # its outcome is told
+            if spilled:
+                self.emit(DropHostCopy(request.key.room))
+            self.finish(request)
+        elif spilled:
+            self.leases.drop(request.key, REQUEST)
+            self.move(request, RETRACTED)
+        else:
+            self.counters["resumed"] += 1
+            self.move(request, RUNNING)
+            self._go_on(request)
+
+    def _copy_failed(self, request: Request, reason: str) -> None:
+        """Host memory is full, say: the attempt ends here and may be prefilled again elsewhere."""
+        self.leases.drop(request.key, copy_holder(request.stage_seq))
+        self.emit(DropHostCopy(request.key.room))
+        if request.ending is not None:
+            self.finish(request)
+            return
+        outcome = Outcome(ERROR, f"retracted, and its KV could not be kept: {reason}", len(request.output), True)
+        self._complete(request, outcome)

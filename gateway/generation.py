@@ -177,12 +177,14 @@ def _output(gateway: Gateway, job: Job) -> Output:
 def _reply(gateway: Gateway, request: GenerationRequest, job: Job, request_id: str) -> Reply:
     vocabulary, name, created = gateway.files.vocabulary, gateway.config.served_name, int(time.time())
     if isinstance(request, ChatRequest):
-        return ChatReply(ReplyHead(f"chatcmpl-{request_id}", created, name), vocabulary, request.wanted_logprobs)
+        head = ReplyHead(f"chatcmpl-{request_id}", created, name)
+        return ChatReply(head, vocabulary, request.wanted_logprobs, bool(request.return_token_ids))
     echo = ""
     if request.echo:
         prompt = prompt_of(request)
         echo = prompt if isinstance(prompt, str) else vocabulary.decode(prompt)
-    return CompletionReply(ReplyHead(f"cmpl-{request_id}", created, name), vocabulary, request.wanted_logprobs, echo)
+    head = ReplyHead(f"cmpl-{request_id}", created, name)
+    return CompletionReply(head, vocabulary, request.wanted_logprobs, bool(request.return_token_ids), echo)
 
 
 async def _collect(run: Run) -> tuple[web.StreamResponse, str]:
@@ -197,7 +199,7 @@ async def _collect(run: Run) -> tuple[web.StreamResponse, str]:
 async def _stream(http: web.Request, run: Run) -> tuple[web.StreamResponse, str]:
     response: web.StreamResponse | None = None
     outcome = "failed"
-    with_logprobs = run.request.wanted_logprobs is not None
+    with_tokens = run.request.wanted_logprobs is not None or run.request.return_token_ids
     try:
         async for update in run.updates():
             data = b""
@@ -206,8 +208,8 @@ async def _stream(http: web.Request, run: Run) -> tuple[web.StreamResponse, str]
                 http[STREAMING] = True
                 await response.prepare(http)
                 data = run.reply.opening()
-            # Held-back text makes empty pieces; they are of interest only with log-probabilities.
-            if update.piece.text or update.finish_reason or (with_logprobs and update.piece.tokens):
+            # Held-back text makes empty pieces; they are of interest only to a client that wants the tokens.
+            if update.piece.text or update.finish_reason or (with_tokens and update.piece.tokens):
                 usage = run.usage if run.request.continuous_usage else None
                 data += run.reply.event(update.piece, update.finish_reason, usage)
             if update.finish_reason is not None:

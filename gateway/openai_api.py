@@ -43,6 +43,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    return_token_ids: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

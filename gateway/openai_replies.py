@@ -62,8 +62,9 @@ def _close(usage: Usage | None) -> bytes:
 
 
 class ChatReply:
-    def __init__(self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None) -> None:
+    def __init__(self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None, token_ids: bool) -> None:
         self._head = head
+        self._token_ids = token_ids
         self._vocabulary = vocabulary
         self._logprobs = logprobs
         self._frame = _frame(head, "chat.completion.chunk")
@@ -83,6 +84,7 @@ class ChatReply:
                 encode(self._logprob_body([piece])),
                 b',"finish_reason":',
                 encode(finish_reason),
+                b',"token_ids":' + encode(_ids([piece])) if self._token_ids else b"",
                 b"}",
                 _close(usage),
             )
@@ -92,12 +94,14 @@ class ChatReply:
         return self._frame + _close(usage)
 
     def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> bytes:
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
             "logprobs": self._logprob_body(pieces),
             "finish_reason": finish_reason,
         }
+        if self._token_ids:
+            choice["token_ids"] = _ids(pieces)
         head = self._head
         body = {"id": head.id, "object": "chat.completion", "created": head.created, "model": head.model}
         return encode({**body, "choices": [choice], "usage": usage.body()})
@@ -117,8 +121,11 @@ class ChatReply:
 
 
 class CompletionReply:
-    def __init__(self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None, echo: str) -> None:
+    def __init__(
+        self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None, token_ids: bool, echo: str
+    ) -> None:
         self._head = head
+        self._token_ids = token_ids
         self._vocabulary = vocabulary
         self._logprobs = logprobs
         self._echo = echo  # the prompt, where the client wants it repeated
@@ -137,6 +144,7 @@ class CompletionReply:
                 encode(self._logprob_body([piece])),
                 b',"finish_reason":',
                 encode(finish_reason),
+                b',"token_ids":' + encode(_ids([piece])) if self._token_ids else b"",
                 b"}",
                 _close(usage),
             )
@@ -146,12 +154,14 @@ class CompletionReply:
         return self._frame + _close(usage)
 
     def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> bytes:
-        choice = {
+        choice: dict[str, Any] = {
             "index": 0,
             "text": self._echo + "".join(piece.text for piece in pieces),
             "logprobs": self._logprob_body(pieces),
             "finish_reason": finish_reason,
         }
+        if self._token_ids:
+            choice["token_ids"] = _ids(pieces)
         head = self._head
         body = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
         return encode({**body, "choices": [choice], "usage": usage.body()})
@@ -175,6 +185,11 @@ class CompletionReply:
 
     def _name(self, token_id: int) -> str:
         return _name(self._vocabulary.raw_bytes(token_id), "bytes:")
+
+
+def _ids(pieces: Sequence[Piece]) -> list[int]:
+    """vLLM's extension: the ids of the output tokens, the ending one included."""
+    return [token.id for piece in pieces for token in piece.tokens]
 
 
 def _name(raw: bytes, prefix: str) -> str:

@@ -87,6 +87,31 @@ class CloseRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyToHost:
+    """Save the KV of these pages in host memory; `stage_seq` names the work in its observation."""
+
+    room: str
+    stage_seq: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFromHost:
+    """Put the saved KV into these pages and forget the copy."""
+
+    room: str
+    stage_seq: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropHostCopy:
+    """The attempt ended while it was retracted."""
+
+    room: str
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Queue a batch for the executor."""
 
@@ -111,4 +136,5 @@ class End:
 
 
 RoomEffect = OpenRoom | StartSender | SendDestinations | FirstToken | StopRoom | CloseRoom
-Effect = Relay | Acknowledge | Report | RoomEffect | Run | Reply | End
+HostEffect = CopyToHost | CopyFromHost | DropHostCopy
+Effect = Relay | Acknowledge | Report | RoomEffect | HostEffect | Run | Reply | End

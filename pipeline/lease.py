@@ -23,6 +23,11 @@ def tick_holder(tick: int) -> Holder:
     return ("tick", tick)
 
 
+def copy_holder(stage_seq: int) -> Holder:
+    """A copy to or from host memory, named by the stage it belongs to."""
+    return ("copy", stage_seq)
+
+
 class Lease:
     """Pages of one attempt, in token order, and their holders."""
 
@@ -60,6 +65,14 @@ class LeaseBook:
         assert key not in self._leases, f"{key} has a lease"
         lease = self._leases[key] = Lease(self.pool.take(count), holders)
         return lease
+
+    def grow(self, key: Key, count: int) -> tuple[int, ...]:
+        """Adds pages at the end of a lease that its request holds."""
+        lease = self._leases[key]
+        assert REQUEST in lease.holders
+        pages = self.pool.take(count)
+        lease.pages += pages
+        return pages
 
     def get(self, key: Key) -> Lease:
         return self._leases[key]

@@ -24,6 +24,7 @@ class Observation:
     good: bool
     reason: str = ""
     payload: bytes = b""
+    stage_seq: int = 0  # of the stage the work was for; 0 for topics that a room meets only once
 
 
 class Local:
@@ -39,12 +40,13 @@ class Local:
 
     def observe(self, observation: Observation, replica: Replica) -> Bell | None:
         """Keeps an observation; returns the bell to ring if its attempt is in that stage already."""
-        key = replica.rooms.get(observation.room)
+        key = replica.attempts.get(observation.room)
         if key is None:
             return None  # the attempt is over; nobody will ask
         topics = self._seen.setdefault(observation.room, {})
+        old = topics.get(observation.topic)
         # A failure must win over a success that it followed (a slice refused after all were sent).
-        if observation.topic in topics and not (topics[observation.topic].good and not observation.good):
+        if old is not None and old.stage_seq >= observation.stage_seq and not (old.good and not observation.good):
             return None
         topics[observation.topic] = observation
         return self._bell(replica.requests[key], replica)
@@ -59,7 +61,7 @@ class Local:
         good: list[StageKey] = []
         bad: list[tuple[StageKey, str]] = []
         for request in replica.votable(topic):
-            observation = self._seen.get(request.key.room, {}).get(topic)
+            observation = self._find(request, topic)
             if observation is None:
                 continue
             if observation.good:
@@ -76,12 +78,17 @@ class Local:
         self._seen.pop(room, None)
         self._rung.pop(room, None)
 
+    def _find(self, request: Request, topic: str) -> Observation | None:
+        """What was seen for the stage the attempt is in now."""
+        found = self._seen.get(request.key.room, {}).get(topic)
+        return found if found is not None and found.stage_seq in (0, request.stage_seq) else None
+
     def _bell(self, request: Request, replica: Replica) -> Bell | None:
         topic = replica.topics.get(request.state)
         if topic is None:
             return None
         room = request.key.room
-        observation = self._seen.get(room, {}).get(topic)
+        observation = self._find(request, topic)
         rung = self._rung.setdefault(room, {})
         if observation is None or (rung.get(topic) == request.stage_seq and observation.good):
             return None

@@ -18,6 +18,7 @@ from consensus.votes import join
 from pipeline.effects import Acknowledge, CloseRoom, Effect, End, Relay, Reply, Report
 from pipeline.local import Local, Observation
 from pipeline.replica import Replica
+from pipeline.request import DONE
 
 
 class RankCore:
@@ -74,10 +75,11 @@ class RankCore:
             if isinstance(effect, Reply | End) and self.rank != 0:
                 continue  # every rank decides it, rank 0 tells it
             out.append(effect)
-            if isinstance(effect, CloseRoom):
-                self.local.forget(effect.room)
-                if self.replica.uses_store:
-                    out.append(Report(self.store.delete(effect.room)))
+            if isinstance(effect, CloseRoom) and self.replica.uses_store:
+                out.append(Report(self.store.delete(effect.room)))
+        for request in self.replica.moved:
+            if request.state == DONE:
+                self.local.forget(request.key.room)
         out += [Report(bell) for bell in self.local.bells(self.replica.moved, self.replica)]
         notes = self.replica.fold()
         self.cursor.advance(entry.seq)

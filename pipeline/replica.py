@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from consensus.digest import Digest, Note
 from consensus.entry import Abort, Admission, Entry, Key, Launch, RequestSpec, StageKey, TokenOut, Verdict
 from pipeline.effects import CloseRoom, Effect, End, OpenRoom, Reply, Run, StopRoom
@@ -41,6 +43,14 @@ class ReplicaConfig:
     max_requests: int  # attempts known at once
 
 
+class RoleState(msgspec.Struct, frozen=True):
+    """What a role keeps besides the shared state (decode's turns and its caution), for snapshots."""
+
+    turn: tuple[Key, ...] = ()
+    needy: tuple[Key, ...] = ()
+    share: int = 0
+
+
 class Replica(ABC):
     """Requests by lifecycle state, pages, slots, digest."""
 
@@ -56,7 +66,9 @@ class Replica(ABC):
         self.slots = Slots(config.pp_size + config.async_depth)
         self.digest = Digest(config.epoch)
         self.requests: dict[Key, Request] = {}
+        self.attempts: dict[str, Key] = {}  # room → attempt, for as long as the attempt lives
         self.rooms: dict[str, Key] = {}  # hand-overs under way
+        self.opened = 0
         self.states: dict[str, dict[Key, Request]] = {state: {} for state in self.transitions}
         self.moved: list[Request] = []  # requests the entry being applied put into a new stage
         self.seq = 0
@@ -153,12 +165,12 @@ class Replica(ABC):
     def make_row(self, request: Request, share: Share) -> Row:
         """Commits a share: takes pages where the attempt has none yet, and builds its row."""
 
-    def role_state(self) -> list[Key]:
+    def role_state(self) -> RoleState:
         """What the role keeps besides the shared state; for snapshots."""
-        return []
+        return RoleState()
 
-    def restore_role(self, state: list[Key]) -> None:
-        assert not state, "this role keeps nothing of its own"
+    def restore_role(self, state: RoleState) -> None:
+        assert state == RoleState(), "this role keeps nothing of its own"
 
     # -- asked by votes and timers -----------------------------------------------------------------
 
@@ -186,6 +198,7 @@ class Replica(ABC):
         request.state, request.stage_seq = state, self.seq
         if state == DONE:
             del self.requests[key]
+            del self.attempts[key.room]
             self.counters["requests_ended"] += 1
             self.moved.append(request)
             return
@@ -237,9 +250,10 @@ class Replica(ABC):
             self.digest.note("refuse", key.request, key.attempt)
             self.emit(End(key, Outcome(ERROR, why)))
             return
-        request = Request(spec, self.first_state, self.clock, self.seq)
+        self.opened += 1
+        request = Request(spec, self.first_state, self.clock, self.seq, self.opened)
         self.requests[key] = request
-        self.rooms[key.room] = key
+        self.attempts[key.room] = self.rooms[key.room] = key
         self.digest.note("open", key.request, key.attempt, len(spec.prompt))
         self._enter(request)
         self.emit(OpenRoom(key, spec.peer, len(spec.prompt)))

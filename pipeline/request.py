@@ -13,10 +13,13 @@ ABORTING = "aborting"
 class Request:
     """`computed` counts positions whose KV is written or in flight; `ticks` the launches not yet harvested."""
 
-    __slots__ = ("computed", "deadline", "ending", "output", "spec", "stage_deadline", "stage_seq", "state", "ticks")
+    __slots__ = (
+        "computed", "deadline", "ending", "number", "output", "spec", "stage_deadline", "stage_seq", "state", "ticks"
+    )  # fmt: skip
 
-    def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int) -> None:
+    def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int, number: int) -> None:
         self.spec = spec
+        self.number = number  # counts the attempts the log opened: smaller is older
         self.state = state
         self.stage_seq = seq
         self.deadline = clock + spec.timeout
@@ -24,7 +27,7 @@ class Request:
         self.computed = 0
         self.ticks: list[int] = []
         self.output: list[int] = []
-        self.ending: Outcome | None = None  # set when it must end at its last harvest
+        self.ending: Outcome | None = None  # told, or to be told, when what is under way is over
 
     @property
     def key(self) -> Key:

@@ -15,8 +15,10 @@ from typing import TypeVar
 import msgspec
 
 from consensus.entry import (
+    FILL,
     PREALLOC,
     RELEASE,
+    SPILL,
     TRANSFER,
     Abort,
     Admission,
@@ -52,7 +54,7 @@ class Sequencer:
         self.alone = pp_size == 1
         self.window = Window(2 * pp_size + core.replica.slots.count + 2)
         self.store = Leader(pp_size)
-        self.box = BallotBox(pp_size, (PREALLOC, TRANSFER, RELEASE))
+        self.box = BallotBox(pp_size, (PREALLOC, TRANSFER, RELEASE, SPILL, FILL))
         self.dropped = 0  # reports about rooms and stages that are over
         self._requests: deque[RequestSpec] = deque()
         self._aborts: deque[Abort] = deque()
@@ -189,7 +191,7 @@ class Sequencer:
 
     def _payload(self, topic: str, room: str) -> bytes:
         # An attempt that ended since its ballot takes its observations along; its verdict is ignored anyway.
-        return self.core.local.payload(topic, room) if room in self.core.replica.rooms else b""
+        return self.core.local.payload(topic, room) if room in self.core.replica.attempts else b""
 
     def _follow_moves(self) -> None:
         """Bells of stages that were left are void; new stages bring new deadlines."""

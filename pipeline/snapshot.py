@@ -15,7 +15,7 @@ from consensus.entry import Key, RequestSpec
 from pipeline.lease import Holder, Lease
 from pipeline.outcome import Outcome
 from pipeline.planner import Batch
-from pipeline.replica import Replica, ReplicaConfig
+from pipeline.replica import Replica, ReplicaConfig, RoleState
 from pipeline.request import Request
 
 
@@ -28,6 +28,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     deadline: int
     stage_deadline: int
     computed: int
+    number: int
     ticks: list[int]
     output: list[int]
     ending: Outcome | None
@@ -48,7 +49,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     free_slots: list[int]
     flight: list[Batch]
     next_tick: int
-    role: list[Key]  # what the role keeps besides: decode's turns
+    opened: int
+    role: RoleState  # what the role keeps besides
 
 
 def take(replica: Replica) -> Snapshot:
@@ -62,6 +64,7 @@ def take(replica: Replica) -> Snapshot:
             r.deadline,
             r.stage_deadline,
             r.computed,
+            r.number,
             list(r.ticks),
             list(r.output),
             r.ending,
@@ -81,6 +84,7 @@ def take(replica: Replica) -> Snapshot:
         free_slots=list(replica.slots.free_slots),
         flight=list(replica.slots.flight),
         next_tick=replica.slots.next_tick,
+        opened=replica.opened,
         role=replica.role_state(),
     )
 
@@ -91,13 +95,14 @@ def restore(snapshot: Snapshot, make: Callable[[ReplicaConfig], Replica]) -> Rep
     replica.seq, replica.clock = snapshot.seq, snapshot.clock
     replica.digest.value = snapshot.digest
     for saved in snapshot.requests:
-        request = Request(saved.spec, saved.state, 0, saved.stage_seq)
+        request = Request(saved.spec, saved.state, 0, saved.stage_seq, saved.number)
         request.deadline, request.stage_deadline = saved.deadline, saved.stage_deadline
         request.computed, request.ending = saved.computed, saved.ending
         request.ticks, request.output = list(saved.ticks), list(saved.output)
         replica.requests[request.key] = request
     for state, keys in snapshot.states.items():
         replica.states[state] = {key: replica.requests[key] for key in keys}
+    replica.attempts = {key.room: key for key in replica.requests}
     replica.rooms = {key.room: key for key in snapshot.rooms}
     replica.leases.restore(snapshot.free_runs, {key: Lease(pages, tuple(h)) for key, pages, h in snapshot.leases})
     slots = replica.slots
@@ -106,5 +111,6 @@ def restore(snapshot: Snapshot, make: Callable[[ReplicaConfig], Replica]) -> Rep
         deque(snapshot.flight),
         snapshot.next_tick,
     )
+    replica.opened = snapshot.opened
     replica.restore_role(snapshot.role)
     return replica

@@ -16,7 +16,7 @@ import grpc
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc
 
 DEADLINE = 10.0  # seconds for one answer, connecting included
-KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
+KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.http2.ping_timeout_ms", 5_000))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class DecodePort:
         counters = {
             "transfers_done": side.counters.done,
             "transfers_failed": side.counters.failed,
-            "frames_dropped": sum(link.counters.malformed + link.counters.unbound for link in self._port.links()),
+            "frames_dropped": sum(link.counters.malformed + link.counters.unbound for link in self._port._links()),
         }
         queues = {"unfenced_sources": side.unfenced(), "handshakes": self._bootstrap.asking}
         return len(side.rooms()), engine.handles_outstanding, queues, counters

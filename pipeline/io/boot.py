@@ -20,6 +20,7 @@ from pipeline.io.control import RankConfig
 from pipeline.io.driver import Driver, Links, Port
 from pipeline.io.executor import Executor, Sampler
 from pipeline.io.hidden import HiddenReceiver, HiddenSender
+from pipeline.io.host_memory import HostMemory
 from pipeline.rank import RankCore
 from pipeline.replica import Replica, ReplicaConfig
 
@@ -30,8 +31,8 @@ HIDDEN_TIMEOUT = 120.0  # seconds for a neighbour's forward; the ring notices a 
 class Runtime(Protocol):
     """`engine.runtime.Runtime`."""
 
-    sample: Sampler
-
+    @property
+    def sample(self) -> Sampler: ...
     def capacity(self, budget: int) -> int: ...
     def load(self, pages: int, progress: Callable[[float, str], None]) -> Any: ...
 
@@ -107,7 +108,7 @@ def _live(
     daemon: Daemon,
 ) -> int:
     model = runtime(config.model, config.layer_begin, config.layer_end, config.page_size, config.dtype)
-    daemon.say(control.Loaded(config.pages or model.capacity(config.kv_bytes)))
+    daemon.say(control.Capacity(config.pages or model.capacity(config.kv_bytes)))
     pages = daemon.wait(control.Configure).pages
     stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)))
     port, link_address, backend = make_port(config, stage, context)
@@ -122,13 +123,12 @@ def _live(
     return code
 
 
-def _executor(
-    config: RankConfig, stage: Any, sample: Sampler, context: zmq.Context[zmq.Socket[bytes]]
-) -> Executor:
+def _executor(config: RankConfig, stage: Any, sample: Sampler, context: zmq.Context[zmq.Socket[bytes]]) -> Executor:
     first, last = config.rank == 0, config.rank == config.pp_size - 1
     hidden_in = None if first else HiddenReceiver(context, config.hidden_in, config.epoch)
     hidden_out = None if last else HiddenSender(context, config.hidden_out, config.epoch)
-    return Executor(stage, sample, hidden_in, hidden_out, HIDDEN_TIMEOUT)
+    host = HostMemory(stage.kv_pool, config.host_bytes)
+    return Executor(stage, sample, hidden_in, hidden_out, host, HIDDEN_TIMEOUT)
 
 
 def _replica_config(config: RankConfig, pages: int) -> ReplicaConfig:

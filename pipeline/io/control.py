@@ -4,9 +4,10 @@ The daemon binds a ROUTER; each rank dials it with a DEALER whose identity is it
 decimal. Every frame is one msgpack-encoded member of `ToRank` or `ToDaemon`; what does not decode is
 dropped and counted.
 
-Start-up: rank says `Loading` while it reads weights, then `Loaded` with the pages it could hold; the
-daemon answers every rank with `Configure` (the minimum over ranks); the rank allocates, binds its
-sockets, registers memory and says `Ready`; when all are ready the daemon says `Go` and the log starts.
+Start-up: a rank says `Capacity` with the pages it could hold; the daemon answers every rank with
+`Configure` (the minimum over ranks); the rank reads its weights and says `Loading` meanwhile, allocates,
+binds its sockets, registers memory and says `Ready`; when all are ready the daemon says `Go` and the log
+starts. Nothing else is said to a rank before `Go`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
     layer_begin: int
     layer_end: int
+    layer_ranges: tuple[tuple[int, int], ...]  # of all ranks, in rank order
     model: str  # Hugging Face folder
     model_digest: str
     dtype: str
     page_size: int
     pages: int  # 0: as many as fit in kv_bytes
     kv_bytes: int  # budget of this rank's pool when pages is 0
+    host_bytes: int  # of this rank's host memory for retracted KV
     chunk_size: int  # tokens per prefill chunk
-    max_batch_tokens: int
     max_batch_rows: int
     async_depth: int  # microbatches in flight beyond pp_size
     max_model_len: int
@@ -98,7 +100,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class Capacity(msgspec.Struct, frozen=True, tag=True):
     pages: int  # pages this rank can hold
 
 
@@ -152,4 +154,4 @@ class Failing(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToDaemon = Loading | Loaded | Ready | Tokens | Ended | Alive | StatusReport | Failing
+ToDaemon = Capacity | Loading | Ready | Tokens | Ended | Alive | StatusReport | Failing

@@ -19,11 +19,23 @@ import msgspec
 import zmq
 
 from consensus.store import Update
-from pipeline.effects import Acknowledge, Effect, End, Relay, Reply, Report, RoomEffect, Run
+from pipeline.effects import (
+    Acknowledge,
+    CopyFromHost,
+    CopyToHost,
+    DropHostCopy,
+    Effect,
+    End,
+    Relay,
+    Reply,
+    Report,
+    RoomEffect,
+    Run,
+)
 from pipeline.io import control
 from pipeline.io.control import RankConfig
+from pipeline.io.executor import Copied, Died, Executor, Ran, Sampled
 from pipeline.io.flight import FlightFiles
-from pipeline.io.executor import Died, Executor, Ran, Sampled
 from pipeline.io.ring import (
     AckFrame,
     BackFrame,
@@ -230,6 +242,8 @@ class Driver:
                     else:
                         assert self._links.back_out is not None
                         self._links.back_out.send(ReturnFrame(self._config.epoch, item))
+                case Copied(seen):
+                    self._observe([seen])
                 case Died(reason):
                     raise FailStop(reason)
 
@@ -281,6 +295,8 @@ class Driver:
                     self._links.report_out.send(frame)
                 case Run(batch):
                     self._executor.run(batch)
+                case CopyToHost() | CopyFromHost() | DropHostCopy():
+                    self._executor.run(effect)
                 case Reply(key, position, tokens):
                     self._say(control.Tokens(key, position, tokens))
                 case End(key, outcome):
@@ -313,7 +329,12 @@ class Driver:
             len(core.store),
             handles,
             time.monotonic() - self._last_entry,
-            {**replica.counters, **counters, "frames_dropped": dropped + counters.get("frames_dropped", 0)},
+            {
+                **replica.counters,
+                **counters,
+                "host_bytes": self._executor.host.used,
+                "frames_dropped": dropped + counters.get("frames_dropped", 0),
+            },
             self._executor.executing(),
         )
 

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
-from consensus.entry import Return, TokenOut
+from consensus.entry import FILL, SPILL, Return, TokenOut
+from pipeline.effects import CopyFromHost, CopyToHost, DropHostCopy, HostEffect
 from pipeline.io.hidden import HiddenReceiver, HiddenSender
+from pipeline.io.host_memory import HostMemory
+from pipeline.local import Observation
 from pipeline.planner import Batch
 
 
@@ -45,13 +48,20 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy to or from host memory ended."""
+
+    seen: Observation
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The thread is gone; the rank must follow."""
 
     reason: str
 
 
-Event = Ran | Sampled | Died
+Event = Ran | Sampled | Copied | Died
 
 
 class Executor:
@@ -63,11 +73,12 @@ class Executor:
         sampler: Sampler,
         hidden_in: HiddenReceiver | None,
         hidden_out: HiddenSender | None,
+        host: HostMemory,
         timeout: float,
     ) -> None:
-        self._model, self._sampler = model, sampler
+        self._model, self._sampler, self.host = model, sampler, host
         self._in, self._out, self._timeout = hidden_in, hidden_out, timeout
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Batch | HostEffect | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[Batch, float] | None = None  # read by the loop for status only
@@ -77,14 +88,15 @@ class Executor:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        self._batches.put(None)
+        self._work.put(None)
         self._thread.join(timeout)
 
-    def run(self, batch: Batch) -> None:
-        self._batches.put(batch)
+    def run(self, work: Batch | HostEffect) -> None:
+        """Queues work; it is done in the order of the log."""
+        self._work.put(work)
 
     def queued(self) -> int:
-        return self._batches.qsize()
+        return self._work.qsize()
 
     def events(self) -> list[Event]:
         """What happened since the last call; clears the eventfd."""
@@ -98,7 +110,7 @@ class Executor:
         return found
 
     def executing(self) -> str:
-        """"tick 17 (8 rows) for 0.4 s", or empty."""
+        """ "tick 17 (8 rows) for 0.4 s", or empty."""
         running = self._running
         if running is None:
             return ""
@@ -107,10 +119,13 @@ class Executor:
 
     def _main(self) -> None:
         try:
-            while (batch := self._batches.get()) is not None:
-                self._running = batch, time.monotonic()
-                self._execute(batch)
-                self._running = None
+            while (work := self._work.get()) is not None:
+                if isinstance(work, Batch):
+                    self._running = work, time.monotonic()
+                    self._execute(work)
+                    self._running = None
+                else:
+                    self._copy(work)
         except BaseException as error:  # whatever it is, the rank must not go on without its executor
             self._tell(Died(f"executor at {self.executing() or 'start'}: {type(error).__name__}: {error}"))
 
@@ -125,6 +140,22 @@ class Executor:
         chosen = self._sampler(output.logits, samples) if samples else ()
         self._tell(Ran(batch))
         self._tell(Sampled(Return(batch.tick, tuple(TokenOut(c.token, c.logprob, c.top) for c in chosen))))
+
+    def _copy(self, work: HostEffect) -> None:
+        try:
+            match work:
+                case CopyToHost(room, stage_seq, pages):
+                    self.host.save(room, pages)
+                    self._tell(Copied(Observation(room, SPILL, True, stage_seq=stage_seq)))
+                case CopyFromHost(room, stage_seq, pages):
+                    self.host.load(room, pages)
+                    self._tell(Copied(Observation(room, FILL, True, stage_seq=stage_seq)))
+                case DropHostCopy(room):
+                    self.host.drop(room)
+        except (MemoryError, KeyError, RuntimeError) as error:
+            assert not isinstance(work, DropHostCopy)
+            topic = SPILL if isinstance(work, CopyToHost) else FILL
+            self._tell(Copied(Observation(work.room, topic, False, str(error), stage_seq=work.stage_seq)))
 
     def _tell(self, event: Event) -> None:
         self._events.put(event)

@@ -38,7 +38,7 @@ class FlightFiles:
         fresh = self._core.recorder.fresh()
         if not fresh:
             return
-        self._file.write(b"".join(map(recorder.frame, fresh)))
+        self._file.write(b"".join(recorder.frame(record) for record in fresh))
         self._count += len(fresh)
         if self._count >= SEGMENT:
             self._file.close()

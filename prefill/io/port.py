@@ -6,8 +6,6 @@ are pushed as soon as this rank has run it, while the next batch computes.
 
 from __future__ import annotations
 
-import zmq
-
 from pipeline.effects import CloseRoom, FirstToken, OpenRoom, RoomEffect, SendDestinations, StartSender, StopRoom
 from pipeline.local import Observation
 from pipeline.planner import Batch

@@ -10,11 +10,38 @@ import random
 from collections import deque
 
 from consensus.entry import (
-    BOOTSTRAP, PREALLOC, RELEASE, TRANSFER, Entry, Key, PeerRef, RequestSpec, Return, SamplingParams, TokenOut, Trailer,
+    BOOTSTRAP,
+    FILL,
+    PREALLOC,
+    RELEASE,
+    SPILL,
+    TRANSFER,
+    Entry,
+    Key,
+    PeerRef,
+    RequestSpec,
+    Return,
+    SamplingParams,
+    TokenOut,
+    Trailer,
 )  # fmt: skip
 from decode.scheduler import DecodeReplica
 from pipeline.effects import (
-    Acknowledge, CloseRoom, End, FirstToken, OpenRoom, Relay, Reply, Report, Run, SendDestinations, StartSender, StopRoom,
+    Acknowledge,
+    CloseRoom,
+    CopyFromHost,
+    CopyToHost,
+    DropHostCopy,
+    End,
+    FirstToken,
+    OpenRoom,
+    Relay,
+    Reply,
+    Report,
+    Run,
+    SendDestinations,
+    StartSender,
+    StopRoom,
 )  # fmt: skip
 from pipeline.local import Observation
 from pipeline.planner import Batch, Row
@@ -67,6 +94,7 @@ class Pair:
         self.finished: dict[tuple[str, int], set[int]] = {}
         self.payload: dict[str, bytes] = {}
         self.stopped: set[str] = set()
+        self.host_full: set[str] = set()  # rooms that find no place in host memory
         self.silent: set[str] = set()  # rooms whose decode side never answers
 
     def submit(self, name: str, prompt: int, out: int, timeout: int = 10**15) -> Key:
@@ -184,7 +212,15 @@ class Pair:
                 case StopRoom(room, _):
                     self.stopped.add(room)
                     self.wire.append(("quiet", inst, k, room))
-                case StartSender() | CloseRoom():
+                case CopyToHost(room, stage_seq, pages):
+                    good = room not in self.host_full
+                    assert pages
+                    self.wire.append(
+                        ("copied", inst, k, Observation(room, SPILL, good, "host memory is full", b"", stage_seq))
+                    )
+                case CopyFromHost(room, stage_seq, _):
+                    self.wire.append(("copied", inst, k, Observation(room, FILL, True, "", b"", stage_seq)))
+                case StartSender() | CloseRoom() | DropHostCopy():
                     pass
 
     # -- the stand-in wire -----------------------------------------------------------------------------
@@ -210,6 +246,8 @@ class Pair:
                 done.add(p)
                 if len(done) == self.prefill.ranks + 1:
                     self._observe(self.decode, d, Observation(room, TRANSFER, True, "", self.payload[room]))
+            case ("copied", inst, k, observation):
+                self._observe(inst, k, observation)
             case ("quiet", inst, k, room):
                 self._observe(inst, k, Observation(room, RELEASE, True))
 

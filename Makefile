@@ -1,0 +1,50 @@
+# Everything there is to do here; `make` lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# protoc looks for its plugins there.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PYTHONPATH := $(CURDIR):$(CURDIR)/proto
+export OMP_NUM_THREADS ?= 1
+ASK ?= What is the capital of France?
+ARGS ?=
+
+.PHONY: help setup run test lint format proto idle clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup:  ## install everything into .venv and fetch the default model (seconds if already done)
+	@./setup.sh
+
+run: setup  ## start a 2+2-rank cluster here, ask it something, serve until Ctrl-C (ASK="…", ARGS="--port 0 …")
+	@exec $(PY) -m paceline.cli up --ask "$(ASK)" $(ARGS)
+
+test: setup lint  ## lint, then the fast tests (ARGS="-k name" for some of them)
+	@$(PY) -m pytest $(ARGS)
+
+lint:  ## style, import rules, purity, types, freshness of generated code
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(PY) -m lint.purity
+	@$(VENV)/bin/lint-imports --no-logo
+	@$(VENV)/bin/mypy
+	@$(PY) proto/generate.py --check
+
+format:  ## let ruff format and sort
+	@$(VENV)/bin/ruff check --fix --quiet . || true
+	@$(VENV)/bin/ruff format .
+
+proto:  ## regenerate proto/paceline_proto from the .proto files
+	@$(PY) proto/generate.py
+
+idle: setup  ## measure the CPU an idle cluster uses
+	@$(PY) bench/idle_cpu.py --start
+
+clean:  ## remove caches, build results and logs; keeps .venv and the model
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .run
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

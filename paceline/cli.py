@@ -1,0 +1,244 @@
+"""The `paceline` command: parses, then hands over. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from paceline.config import default_run_dir
+from paceline.engine_options import (
+    ADDRESS,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    LAYERS,
+    add_engine_options,
+    add_model_options,
+    daemon_config,
+    model_folder,
+)
+
+DESCRIPTION = "Prefill/decode-disaggregated LLM serving whose pipeline-parallel ranks cannot drift apart."
+EPILOG = "Try it: paceline up --ask 'What is the capital of France?'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output is gone, e.g. `paceline status | head`.
+        sys.stderr.close()
+        return 141
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="paceline", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"paceline {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(commands)
+    _add_status(commands)
+    _add_doctor(commands)
+    _add_replay(commands)
+    _add_gateway(commands)
+    for role in ("prefill", "decode"):
+        _add_instance(commands, role)
+    return parser
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "start a whole cluster on this machine: gateway, prefill and decode instances"
+    parser = commands.add_parser("up", help=about, description=about.capitalize() + ". Ctrl-C ends it.")
+    group = parser.add_argument_group("cluster")
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}-instances", type=AT_LEAST_ONE, default=1, metavar="N", help=f"{role} instances (default: 1)"
+        )
+        group.add_argument(
+            f"--{role}-pp",
+            type=AT_LEAST_ONE,
+            default=2,
+            metavar="P",
+            help=f"pipeline ranks of each {role} instance (default: 2)",
+        )
+        group.add_argument(
+            f"--{role}-layers",
+            type=LAYERS,
+            default="",
+            metavar="A,B,…",
+            help="layers of each rank (default: balanced by cost)",
+        )
+    group.add_argument("--host", default="127.0.0.1", help="address the gateway listens on (default: %(default)s)")
+    group.add_argument(
+        "--port", type=AT_LEAST_ZERO, default=8000, help="of the gateway; 0: any free one (default: %(default)s)"
+    )
+    group.add_argument("--ask", metavar="QUESTION", help="ask this once the cluster is ready, then go on serving")
+    _add_run_dir(group)
+    add_engine_options(parser)
+    parser.set_defaults(run=_run_up)
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "show every instance and rank: what it holds, what it does, how far it is"
+    parser = commands.add_parser(
+        "status", help=about, description=about.capitalize() + ". Exit code 1 if an instance does not answer."
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--address",
+        type=ADDRESS,
+        nargs="+",
+        metavar="HOST:PORT",
+        help="instances to ask (default: those of `paceline up`)",
+    )
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
+    _add_run_dir(parser)
+    parser.set_defaults(run=_run_status)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "check this machine: libraries, limits, devices, ports"
+    parser = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=AT_LEAST_ZERO, default=8000, help="that the gateway would use (default: 8000)")
+    parser.set_defaults(run=_run_doctor)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "replay what a rank decided, from its flight recording"
+    parser = commands.add_parser(
+        "replay", help=about, description=about.capitalize() + ". Exit code 1 if the replay or the other rank differs."
+    )
+    parser.add_argument("file", metavar="FILE", help="a recording; the daemon's log names it when an instance stops")
+    parser.add_argument("--until", type=AT_LEAST_ZERO, metavar="SEQ", help="stop after this log entry")
+    parser.add_argument("--request", metavar="ID", help="show only what touched this request")
+    parser.add_argument("--diff", metavar="FILE", help="another rank's recording: show where the two first differ")
+    parser.set_defaults(run=_run_replay)
+
+
+def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "run the OpenAI-compatible gateway"
+    parser = commands.add_parser(
+        "gateway", help=about, description=about.capitalize() + " in front of running instances."
+    )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            type=ADDRESS,
+            nargs="+",
+            required=True,
+            metavar="HOST:PORT",
+            help=f"gRPC addresses of {role} instances",
+        )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=AT_LEAST_ZERO, default=8000, help="default: %(default)s")
+    add_model_options(parser)
+    group = parser.add_argument_group("limits")
+    group.add_argument(
+        "--max-inflight",
+        type=AT_LEAST_ONE,
+        default=1024,
+        metavar="N",
+        help="requests at once; more get 429 (default: 1024)",
+    )
+    group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="in seconds (default: 600)")
+    group.add_argument(
+        "--shutdown-grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="for requests in flight at SIGTERM (default: 10)",
+    )
+    parser.set_defaults(run=_run_gateway)
+
+
+def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser], role: str) -> None:
+    about = f"run one {role} instance: its daemon and its pipeline ranks"
+    parser = commands.add_parser(role, help=about, description=about.capitalize() + ".")
+    group = parser.add_argument_group("instance")
+    group.add_argument(
+        "--instance", default=f"{role}-0", metavar="NAME", help="unique in the cluster (default: %(default)s)"
+    )
+    group.add_argument(
+        "--listen",
+        type=ADDRESS,
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="of its gRPC server (default: %(default)s)",
+    )
+    group.add_argument(
+        "--advertise",
+        default="",
+        metavar="HOST",
+        help="address that others reach it by (default: the one it listens on)",
+    )
+    group.add_argument("--pp", type=AT_LEAST_ONE, default=1, metavar="P", help="pipeline ranks (default: 1)")
+    group.add_argument(
+        "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
+    )
+    _add_run_dir(group)
+    add_engine_options(parser)
+    parser.set_defaults(run=_run_instance)
+
+
+def _add_run_dir(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--run-dir", type=Path, default=default_run_dir(), metavar="PATH",
+        help="for sockets, logs and the record of what runs where (default: $PACELINE_RUN_DIR or .run)",
+    )  # fmt: skip
+
+
+def _run_up(options: argparse.Namespace) -> int:
+    from paceline.up import up
+
+    return asyncio.run(up(options))
+
+
+def _run_status(options: argparse.Namespace) -> int:
+    from paceline.status import status
+
+    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json))
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from paceline.doctor import FAIL, run_checks
+
+    failed = 0
+    for check in run_checks(options.host, options.port):
+        print(check, flush=True)
+        failed += check.level == FAIL
+    return 1 if failed else 0
+
+
+def _run_replay(options: argparse.Namespace) -> int:
+    from paceline.replay import run
+
+    return run(options.file, options.until, options.diff, options.request)
+
+
+def _run_gateway(options: argparse.Namespace) -> int:
+    from paceline.start import run_gateway
+
+    return run_gateway(options, model_folder(options))
+
+
+def _run_instance(options: argparse.Namespace) -> int:
+    from paceline.start import run_instance
+
+    return run_instance(daemon_config(options, model_folder(options)))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The options that shape an instance, the same for `prefill`, `decode` and `up`.
+
+In: parsed arguments. Out: the daemon's configuration, or the command line of a child that will parse to
+the same. The names of the options follow the fields of `DaemonConfig`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import parse_address, parse_layers, parse_size
+
+if TYPE_CHECKING:
+    from pipeline.io.instance_config import DaemonConfig
+
+BACKENDS = ("auto", "mooncake", "nixl")
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Option, field of DaemonConfig.
+SHARED = (
+    ("model_name", "model_name"),
+    ("dtype", "dtype"),
+    ("page_size", "page_size"),
+    ("pages", "pages"),
+    ("kv_memory", "kv_bytes"),
+    ("host_memory", "host_bytes"),
+    ("chunk_size", "chunk_size"),
+    ("max_batch_rows", "max_batch_rows"),
+    ("async_depth", "async_depth"),
+    ("max_model_len", "max_model_len"),
+    ("max_queue", "max_queue"),
+    ("transfer_backend", "transfer_backend"),
+    ("transfer_device", "transfer_device"),
+    ("request_timeout", "request_timeout"),
+    ("ring_timeout", "ring_timeout"),
+    ("stage_timeout", "stage_timeout"),
+    ("load_timeout", "load_timeout"),
+)
+
+
+def checked(parse: Any, name: str) -> Any:
+    """An argparse type whose message is the parser's own."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    convert.__name__ = name
+    return convert
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"must be at least 1, not {value}")
+    return value
+
+
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(f"cannot be negative, but is {value}")
+    return value
+
+
+AT_LEAST_ONE = checked(positive, "number")
+AT_LEAST_ZERO = checked(natural, "number")
+SIZE = checked(parse_size, "size")
+ADDRESS = checked(parse_address, "address")
+
+
+def layer_split(text: str) -> str:
+    if text:
+        parse_layers(text)
+    return text
+
+
+LAYERS = checked(layer_split, "layers")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="Hugging Face folder with the weights (default: SmolLM2-135M-Instruct)",
+    )
+    group.add_argument("--model-name", default="", metavar="NAME", help="name clients use (default: the folder's)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV (default: %(default)s)")
+    group.add_argument(
+        "--page-size", type=AT_LEAST_ONE, default=16, metavar="N", help="token positions per KV page (default: 16)"
+    )
+    group.add_argument(
+        "--pages",
+        type=AT_LEAST_ZERO,
+        default=0,
+        metavar="N",
+        help="KV pages per rank (default: as many as fit in --kv-memory)",
+    )
+    group.add_argument(
+        "--kv-memory", type=SIZE, default=512 << 20, metavar="SIZE", help="KV memory per rank, e.g. 2G (default: 512M)"
+    )
+    group.add_argument(
+        "--host-memory", type=SIZE, default=1 << 30, metavar="SIZE",
+        help="host memory per decode rank for the KV of retracted requests (default: 1G)",
+    )  # fmt: skip
+    group.add_argument(
+        "--chunk-size",
+        type=AT_LEAST_ONE,
+        default=512,
+        metavar="N",
+        help="prompt tokens computed at a time (default: 512)",
+    )
+    group.add_argument(
+        "--max-batch-rows", type=AT_LEAST_ONE, default=64, metavar="N", help="requests in one microbatch (default: 64)"
+    )
+    group.add_argument(
+        "--async-depth", type=AT_LEAST_ZERO, default=1, metavar="N",
+        help="microbatches in flight beyond the number of ranks (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-model-len", type=AT_LEAST_ZERO, default=0, metavar="N", help="prompt plus output (default: the model's)"
+    )
+    group.add_argument(
+        "--max-queue",
+        type=AT_LEAST_ONE,
+        default=256,
+        metavar="N",
+        help="requests known at once; more are refused (default: 256)",
+    )
+    group = parser.add_argument_group("KV transfer")
+    group.add_argument(
+        "--transfer-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="library that moves KV (default: auto; both sides alike)",
+    )
+    group.add_argument("--transfer-device", default="", metavar="NAME", help="RDMA device, e.g. mlx5_0 (default: any)")
+    group = parser.add_argument_group("deadlines, in seconds")
+    group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="of a request (default: 600)")
+    group.add_argument(
+        "--ring-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="of silence after which a rank counts as stuck (default: 10)",
+    )
+    group.add_argument(
+        "--stage-timeout", type=float, default=30.0, metavar="S", help="of each stage of a hand-over (default: 30)"
+    )
+    group.add_argument(
+        "--load-timeout", type=float, default=600.0, metavar="S", help="of loading the model (default: 600)"
+    )
+
+
+def default_model_folder() -> Path:
+    from engine.smollm2 import DEFAULT_MODEL_NAME, cache_folder
+
+    return cache_folder() / DEFAULT_MODEL_NAME
+
+
+def model_folder(options: argparse.Namespace) -> Path:
+    """Ends the command with a message if there is no model there."""
+    folder: Path = options.model or default_model_folder()
+    if not (folder / "config.json").is_file():
+        hint = "" if options.model else "; make it with `python -m engine.smollm2`"
+        raise SystemExit(f"paceline: no model in {folder} (config.json is missing){hint}")
+    return folder.absolute()
+
+
+def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
+    from pipeline.io.instance_config import DaemonConfig
+
+    return DaemonConfig(
+        role=options.command,
+        instance=options.instance,
+        model=str(model),
+        run_dir=str((options.run_dir / options.instance).absolute()),
+        listen=options.listen,
+        advertise=options.advertise,
+        pp_size=options.pp,
+        layers=options.layers,
+        **{field: getattr(options, option) for option, field in SHARED},
+    )
+
+
+def repeat_options(options: argparse.Namespace) -> Iterator[str]:
+    """The shared engine options as a child's command line."""
+    for option, _ in SHARED:
+        value = getattr(options, option)
+        if value != "":
+            yield f"--{option.replace('_', '-')}"
+            yield str(value)

@@ -1,0 +1,92 @@
+"""The process of one instance: gRPC outside, rank processes inside.
+
+In: a `DaemonConfig` (JSON on standard input or in a file) and a reader of model facts, given by the
+role's entry point. Out: an exit code: 0 stopped on request, 1 gave up, 2 refused at start; the
+reason is on standard error. Invariant: whatever ends the daemon, no rank outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.io.address import advertised_host, join_host_port, split_host_port
+from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
+from pipeline.io.run_folder import RunFolder, RunFolderError
+from pipeline.io.service import Server
+from pipeline.io.supervisor import Supervisor
+
+__all__ = ["ConfigError", "DaemonConfig", "ModelFacts", "main", "serve"]
+
+log = logging.getLogger("paceline.daemon")
+
+REFUSED = 2
+_STREAMS_GRACE_S = 1.0
+
+
+def main(role: str, rank_module: str, read_facts: Callable[[DaemonConfig], ModelFacts]) -> int:
+    """Entry point of both roles: `python -m <role>.io.daemon [CONFIG.json]`; without a path, reads standard input."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        text = Path(sys.argv[1]).read_bytes() if len(sys.argv) > 1 else sys.stdin.buffer.read()
+        config = msgspec.json.decode(text, type=DaemonConfig)
+        config = msgspec.structs.replace(
+            config, role=config.role or role, rank_module=config.rank_module or rank_module
+        )
+        if config.role != role:
+            raise ConfigError(f"role is {config.role!r}, but this is the {role} daemon")
+        config.check()
+        facts = read_facts(config)
+        if len(facts.layer_ranges) != config.pp_size:
+            raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
+        return asyncio.run(serve(config, facts))
+    except (OSError, ValueError, RunFolderError) as error:
+        # ConfigError, BadAddress, and the errors of JSON and of the model folder are all ValueErrors.
+        log.error("refused to start: %s", error)
+        return REFUSED
+
+
+async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
+    """Runs the instance until it is told to stop (0) or gives up (1).
+
+    Raises `ConfigError`, `BadAddress` or `RunFolderError` if it cannot start.
+    """
+    max_model_len = facts.max_model_len(config)
+    host = advertised_host(config.listen, config.advertise)
+    folder = RunFolder(config.run_dir)
+    folder.take()
+    try:
+        supervisor = Supervisor(config, facts, host, folder)
+        server = Server(supervisor, max_model_len)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, supervisor.stop, f"received {number.name}")
+        listen_host, port = split_host_port(config.listen)
+        port = await server.start(join_host_port(listen_host, port))
+        server.instance.address = join_host_port(host, port)
+        supervisor.on_ready = lambda: _log_ready(supervisor, server.instance.address)
+        log.info("[%s] %s instance at %s, epoch %d, loading %s on %d ranks", config.instance, config.role,
+                 server.instance.address, supervisor.epoch, config.model, config.pp_size)  # fmt: skip
+        try:
+            return await supervisor.run()
+        finally:
+            await server.stop(_STREAMS_GRACE_S)
+    finally:
+        folder.release()
+
+
+def _log_ready(supervisor: Supervisor, address: str) -> None:
+    config, current = supervisor.config, supervisor.incarnation
+    assert current is not None
+    log.info(
+        "[%s] ready: %s, epoch %d, at %s, %d ranks, %d pages of %d, transfer by %s", config.instance, config.role,
+        supervisor.epoch, address, config.pp_size, current.pages, config.page_size, current.backend,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""What an instance is told at start (`DaemonConfig`) and what its model's folder says (`ModelFacts`).
+
+In: JSON and, from the role's entry point, facts about the model. Out: one `RankConfig` per rank and
+epoch. Invariant: a config that got past `check` can be started; every refusal names the field.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from pipeline.io.control import RankConfig
+
+
+class ConfigError(ValueError):
+    """The configuration cannot work; the message names the field and the value."""
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    instance: str  # unique in the cluster, stable over restarts
+    model: str  # Hugging Face folder
+    run_dir: str  # this instance's own folder: lock, epoch, sockets, dumps
+    role: str = ""  # "prefill" or "decode"; set by the entry point
+    rank_module: str = ""  # what a rank process runs; set by the entry point
+    listen: str = "127.0.0.1:0"  # of the gRPC server; port 0 takes any free one
+    advertise: str = ""  # host that others are told; "": the one of `listen`
+    model_name: str = ""  # "": the folder's name
+    pp_size: int = 1
+    layers: str = ""  # layers per rank, "8,7,8,7"; "": balanced by cost
+    dtype: str = "float32"  # of weights and KV
+    page_size: int = 16
+    pages: int = 0  # of the KV pool; 0: as many as fit in kv_bytes
+    kv_bytes: int = 1 << 30  # per rank
+    host_bytes: int = 1 << 30  # per rank, for the KV of retracted requests
+    chunk_size: int = 512  # tokens per prefill chunk
+    max_batch_rows: int = 64
+    async_depth: int = 1  # microbatches in flight beyond pp_size
+    max_model_len: int = 0  # 0: the model's
+    max_queue: int = 256  # attempts known at once; more are refused
+    stream_buffer: int = 1024  # tokens kept for a reader that is behind; one that falls further is cut off
+    request_timeout: float = 600.0  # seconds, for requests that set none
+    transfer_backend: str = "auto"
+    transfer_device: str = ""
+    ring_timeout: float = 10.0  # seconds of silence after which a rank counts as stuck
+    stage_timeout: float = 30.0
+    load_timeout: float = 600.0  # the same as ring_timeout, while ranks load
+    first_epoch: int = 1  # lower bound of the epoch, for when run_dir does not outlive a restart
+
+    def check(self) -> None:
+        """Raises `ConfigError`."""
+        if self.role not in ("prefill", "decode"):
+            raise ConfigError(f"role is {self.role!r}; it is prefill or decode")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.instance):
+            raise ConfigError(f"instance {self.instance!r} is not 1 to 63 letters, digits, dots, dashes or underscores")
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", self.rank_module):
+            raise ConfigError(f"rank_module {self.rank_module!r} is not the name of a module")
+        for field in ("pp_size", "page_size", "chunk_size", "max_batch_rows", "max_queue",
+                      "stream_buffer", "first_epoch"):  # fmt: skip
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        for field in ("pages", "kv_bytes", "host_bytes", "async_depth", "max_model_len"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it cannot be negative")
+        if not self.pages and not self.kv_bytes:
+            raise ConfigError("pages and kv_bytes are both 0; one of them must say how large the KV pool is")
+        for field in ("ring_timeout", "stage_timeout", "load_timeout", "request_timeout"):
+            if not 0.1 <= getattr(self, field) <= 86400:
+                raise ConfigError(f"{field} is {getattr(self, field)} s; it must be between 0.1 and 86400")
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon needs to know of the model; read by the entry points, which may know the engine."""
+
+    digest: str
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_positions: int
+    layer_ranges: tuple[tuple[int, int], ...]  # global layer ids [begin, end) by rank
+
+    def max_model_len(self, config: DaemonConfig) -> int:
+        """Raises `ConfigError` if the config asks for more than the model has."""
+        if config.max_model_len > self.max_positions:
+            raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's limit is {self.max_positions}")
+        return config.max_model_len or self.max_positions
+
+
+def model_name(config: DaemonConfig) -> str:
+    return config.model_name or Path(config.model).absolute().name
+
+
+def rank_configs(
+    config: DaemonConfig, facts: ModelFacts, host: str, epoch: int, folder: Path, dumps: Path
+) -> list[RankConfig]:
+    """What the ranks of one epoch are told; their sockets lie in `folder`."""
+    last = config.pp_size - 1
+
+    def link(name: str, rank: int) -> str:
+        """The link from rank - 1 to `rank`."""
+        return f"ipc://{folder}/{name}{rank}" if 0 < rank <= last else ""
+
+    return [
+        RankConfig(
+            role=config.role,
+            instance=config.instance,
+            epoch=epoch,
+            rank=rank,
+            pp_size=config.pp_size,
+            layer_begin=begin,
+            layer_end=end,
+            layer_ranges=tuple(facts.layer_ranges),
+            model=str(Path(config.model).absolute()),
+            model_digest=facts.digest,
+            dtype=config.dtype,
+            page_size=config.page_size,
+            pages=config.pages,
+            kv_bytes=config.kv_bytes,
+            host_bytes=config.host_bytes,
+            chunk_size=config.chunk_size,
+            max_batch_rows=config.max_batch_rows,
+            async_depth=config.async_depth,
+            max_model_len=facts.max_model_len(config),
+            vocab_size=facts.vocab_size,
+            eos_ids=facts.eos_ids,
+            max_queue=config.max_queue,
+            transfer_backend=config.transfer_backend,
+            transfer_device=config.transfer_device,
+            host=host,
+            control=f"ipc://{folder}/control",
+            relay_in=link("relay", rank),
+            relay_out=link("relay", rank + 1),
+            hidden_in=link("hidden", rank),
+            hidden_out=link("hidden", rank + 1),
+            returns=f"ipc://{folder}/returns",
+            store=f"ipc://{folder}/store",
+            ring_timeout=config.ring_timeout,
+            stage_timeout=config.stage_timeout,
+            dump_dir=str(dumps),
+        )
+        for rank, (begin, end) in enumerate(facts.layer_ranges)
+    ]

@@ -1,0 +1,204 @@
+"""Keeps an instance alive: starts its ranks, and starts them all again when one fails.
+
+In: configuration and a request to stop. Out: the instance's phase, its epoch, and the exit code.
+Invariants: the ranks of an epoch are all reaped before any attempt is told that it failed and before
+the next epoch starts; epochs only grow and are on disk first; every failure has a reason that reaches
+the log, the open attempts and `Status`. A rank that cannot take its model ends the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import zmq
+
+from consensus.entry import Key, RequestSpec
+from pipeline.io import control
+from pipeline.io.attempts import Attempts
+from pipeline.io.incarnation import Failure, Incarnation, Unkillable
+from pipeline.io.instance_config import DaemonConfig, ModelFacts, rank_configs
+from pipeline.io.run_folder import RunFolder, RunFolderError
+
+log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_HEALTHY_AFTER_S = 60.0
+_ABORT_GRACE_S = 1.0
+_QUIT_GRACE_S = 3.0
+
+
+class Phase(StrEnum):
+    LOADING = "loading"
+    SERVING = "serving"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+
+
+class Supervisor:
+    def __init__(self, config: DaemonConfig, facts: ModelFacts, host: str, folder: RunFolder) -> None:
+        """Raises `RunFolderError`."""
+        self.config, self.facts = config, facts
+        self.phase = Phase.LOADING
+        self.restarts = 0
+        self.last_failure = ""
+        self.incarnation: Incarnation | None = None
+        self.attempts = Attempts(config.max_queue, config.stream_buffer, self._cancel)
+        self.on_phase: Callable[[Phase], None] = lambda phase: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self._host, self._folder = host, folder
+        self.epoch = folder.next_epoch(config.first_epoch)
+        self._stop = asyncio.Event()
+        self._stop_reason = ""
+        self._hurry = asyncio.Event()
+        self._last_start_failure = ""
+
+    @property
+    def serving(self) -> bool:
+        return self.phase is Phase.SERVING
+
+    @property
+    def pages(self) -> int:
+        return self.incarnation.pages if self.incarnation else 0
+
+    def not_serving_reason(self) -> str:
+        """For people; empty while serving."""
+        match self.phase:
+            case Phase.SERVING:
+                return ""
+            case Phase.STOPPING:
+                return f"{self.config.instance} is stopping: {self._stop_reason}"
+            case Phase.LOADING:
+                reason = f"{self.config.instance} is loading"
+            case Phase.RESTARTING:
+                reason = f"{self.config.instance} is restarting after: {self.last_failure}"
+        return f"{reason}; {self.incarnation.progress()}" if self.incarnation else reason
+
+    def submit(self, spec: RequestSpec) -> None:
+        """Gives an opened attempt to rank 0. If that fails, so does the instance, and the attempt with it."""
+        if self.incarnation is not None:
+            self.incarnation.must_send(0, control.Submit(spec))
+
+    def stop(self, reason: str) -> None:
+        """The first call ends the instance in order, the second at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop_reason = self._stop_reason or reason
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Serves until stopped (0) or given up (1)."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        backoff = _FIRST_BACKOFF_S
+        try:
+            while True:
+                started = time.monotonic()
+                failure = await self._run_epoch(context)
+                if failure is None or self._stop.is_set():
+                    return 0
+                if self._is_hopeless(failure):
+                    log.error("giving up: %s twice in a row while starting", failure.reason)
+                    return 1
+                if time.monotonic() - started > _HEALTHY_AFTER_S:
+                    backoff = _FIRST_BACKOFF_S
+                self.restarts += 1
+                self.epoch = self._folder.next_epoch(self.config.first_epoch)
+                log.warning("starting again as epoch %d in %.1f s", self.epoch, backoff)
+                if await self._stopped_within(backoff):
+                    return 0
+                backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+        except (Unkillable, RunFolderError, OSError, zmq.ZMQError) as error:  # the last two: ranks cannot be started
+            log.error("giving up: %s", error)
+            return 1
+        finally:
+            self._enter(Phase.STOPPING)
+            self.attempts.fail_all(f"{self.config.instance} is gone: {self._stop_reason or self.last_failure}")
+            context.destroy(linger=0)
+
+    async def _run_epoch(self, context: zmq.Context[zmq.Socket[bytes]]) -> Failure | None:
+        """One epoch from birth to the last rank reaped; the failure that ended it, or None if it was stopped."""
+        folder = self._folder.open_epoch(self.epoch)
+        configs = rank_configs(self.config, self.facts, self._host, self.epoch, folder, self._folder.dumps)
+        current = Incarnation(
+            configs, self.config.rank_module, self.config.load_timeout, self._folder.lock_fd, context,
+            self.attempts.tokens, self.attempts.ended,
+        )  # fmt: skip
+        self.incarnation = current
+        failure = None
+        serving = asyncio.create_task(self._serve_when_ready(current))
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await _first_of(current.failure, stopped)
+            if stopped.done():
+                await self._leave(current)
+            else:
+                self._enter(Phase.RESTARTING)  # nothing new comes in from here on
+                failure = await current.last_words(current.failure.result())
+        finally:
+            serving.cancel()
+            stopped.cancel()
+            await asyncio.shield(current.end())
+            self.incarnation = None
+            self._folder.close_epoch(self.epoch)
+        if failure is not None:
+            self.last_failure = failure.reason
+            ended = self.attempts.fail_all(f"{self.config.instance} (epoch {self.epoch}): {failure.reason}")
+            log.error("epoch %d failed, all ranks are ended, %d open attempts: %s", self.epoch, ended, failure.reason)
+        return failure
+
+    async def _serve_when_ready(self, current: Incarnation) -> None:
+        await current.ready.wait()
+        if not current.failure.done() and not self._stop.is_set():
+            self._enter(Phase.SERVING)
+            self.on_ready()
+
+    async def _leave(self, current: Incarnation) -> None:
+        """Open attempts are cancelled, ranks asked to quit, each with a short grace."""
+        self._enter(Phase.STOPPING)
+        log.info("stopping: %s; %d open attempts", self._stop_reason, len(self.attempts))
+        orderly = asyncio.create_task(self._leave_in_order(current))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await _first_of(orderly, hurry, current.failure)
+        orderly.cancel()
+        hurry.cancel()
+
+    async def _leave_in_order(self, current: Incarnation) -> None:
+        await self.attempts.let_go(f"{self.config.instance} is stopping: {self._stop_reason}", _ABORT_GRACE_S)
+        await current.leave(_QUIT_GRACE_S)
+
+    def _is_hopeless(self, failure: Failure) -> bool:
+        """Twice in a row the same refusal at start: a third try would end the same way."""
+        if not failure.during_start or failure.by_signal:
+            self._last_start_failure = ""
+            return False
+        without_numbers = re.sub(r"\d+", "#", failure.reason)  # times and process ids differ, the reason does not
+        again = without_numbers == self._last_start_failure
+        self._last_start_failure = without_numbers
+        return again
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _cancel(self, key: Key, reason: str) -> None:
+        if self.incarnation is not None:
+            self.incarnation.must_send(0, control.Cancel(key, reason))
+
+    def _enter(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            self.phase = phase
+            self.on_phase(phase)
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

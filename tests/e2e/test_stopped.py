@@ -1,0 +1,59 @@
+"""A12, first part: whichever process stands still, a waiting client hears of it and the cluster recovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+PATIENCE = 30.0  # seconds within which a client must have its answer or an error
+
+
+def ask(cluster: Cluster, answers: list[str]) -> None:
+    try:
+        cluster.generate([5, 6, 7], 4000)
+        answers.append("answered")
+    except (urllib.error.URLError, OSError) as error:
+        answers.append(f"error: {error}")
+
+
+def recovered(cluster: Cluster) -> bool:
+    try:
+        return len(cluster.generate([5, 6, 7], 4)) == 4
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def test_a_client_gets_an_error_when_any_process_is_stopped(tiny: Path) -> None:
+    with Cluster(model=tiny) as cluster:
+        names = [name for name in cluster.pids().values() if name != "up"]
+        assert len(names) == 7
+        for name in names:
+            pid = next(pid for pid, other in cluster.pids().items() if other == name)
+            answers: list[str] = []
+            client = threading.Thread(target=ask, args=(cluster, answers))
+            client.start()
+            time.sleep(1.0)  # the request is running
+            os.kill(pid, signal.SIGSTOP)
+            # A stopped prefill process is not needed by a request that decodes already; a new one is waiting.
+            late: list[str] = []
+            second = threading.Thread(target=ask, args=(cluster, late))
+            second.start()
+            deadline = time.monotonic() + PATIENCE
+            for thread in (second, client):
+                thread.join(max(0.1, deadline - time.monotonic()))
+                assert not thread.is_alive(), f"{name}: a client waited {PATIENCE:g} s for nothing"
+            assert "error" in late[0], f"{name}: {late}"
+            deadline = time.monotonic() + 90
+            while not recovered(cluster):
+                assert time.monotonic() < deadline, f"{name}: no recovery\n{cluster.output()}"
+                time.sleep(1.0)
+            cluster.assert_baseline()
