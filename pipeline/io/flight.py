@@ -52,7 +52,7 @@ class FlightFiles:
         if other.exists():
             flight = recorder.join(self._read(1 - self._current), flight)
         header = msgspec.structs.replace(flight.header, reason=reason)
-        self._dump.write_bytes(b"".join(map(recorder.frame, (header, *flight.records))))
+        self._dump.write_bytes(recorder.frame(header) + b"".join(map(recorder.frame, flight.records)))
         return self._dump
 
     def _begin(self) -> None:

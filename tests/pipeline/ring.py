@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 from consensus.entry import (
     BOOTSTRAP,
@@ -118,7 +119,7 @@ class Pair:
         raise AssertionError("no end in sight: livelock")
 
     def step(self) -> bool:
-        moves = [("wire", None, i) for i in range(len(self.wire))]
+        moves: list[tuple[str, Any, int]] = [("wire", None, i) for i in range(len(self.wire))]
         for inst in (self.prefill, self.decode):
             moves += [("relay", inst, k) for k in range(1, inst.ranks) if inst.relay[k]]
             moves += [("report", inst, k) for k in range(inst.ranks) if inst.reports[k]]
