@@ -82,11 +82,11 @@ class DecodePort:
         return seen
 
     def status(self) -> tuple[int, int, dict[str, int], dict[str, int]]:
-        side, engine = self._port.side, self._port.engine
+        side, engine, link = self._port.side, self._port.engine, self._port.link_counters
         counters = {
             "transfers_done": side.counters.done,
             "transfers_failed": side.counters.failed,
-            "frames_dropped": sum(link.counters.malformed + link.counters.unbound for link in self._port._links()),
+            "frames_dropped": link.malformed + link.unbound,
         }
         queues = {"unfenced_sources": side.unfenced(), "handshakes": self._bootstrap.asking}
         return len(side.rooms()), engine.handles_outstanding, queues, counters

@@ -1,0 +1,127 @@
+"""The engine that moves bytes: one per rank process, chosen by name.
+
+In: regions to register once, peers to reach, lists of (source, destination, bytes).
+Out: per handle exactly one completion, and a second one if a handle of unknown fate
+ends after all. A prefill rank submits; a decode rank only registers and is written to.
+
+Invariants: no call blocks its caller except those of the start (`register`, `endpoint`);
+`completion_fd` is readable whenever `poll()` has something; an error is not proof that
+nothing lands any more unless it says `quiet`; choosing one backend imports no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..handshake import unspecified
+from ..regions import Write
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("mooncake", "nixl", "local")
+
+
+class EngineError(RuntimeError):
+    """The backend is missing, or will not start, or refused a region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """`error` None: the bytes are at the target. `quiet`: nothing of the handle was ever started."""
+
+    handle: int
+    error: str | None = None
+    quiet: bool = False
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    bytes_submitted: int = 0
+    bytes_done: int = 0  # by the library's own completions
+    handles_submitted: int = 0
+    handles_done: int = 0
+    handles_failed: int = 0
+    handles_unknown: int = 0  # past their deadline: reported, still watched
+    writes_done: int = 0
+
+
+class TransferEngine(Protocol):
+    name: str
+    counters: EngineCounters
+
+    @property
+    def completion_fd(self) -> int: ...
+    @property
+    def handles_outstanding(self) -> int: ...
+    def register(self, address: int, nbytes: int) -> None: ...
+    def endpoint(self) -> bytes: ...
+    def connect(self, peer_key: str, endpoint: bytes) -> None: ...
+    def submit(self, handle: int, peer_key: str, writes: Sequence[Write]) -> None: ...
+    def poll(self) -> list[Completion]: ...
+    def drop(self, peer_key: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Completions:
+    """Where a backend puts what ended: a queue whose descriptor wakes the rank's loop."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._queue: deque[Completion] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def put(self, completions: Sequence[Completion]) -> None:
+        with self._lock:
+            if completions and not self._closed:
+                self._queue.extend(completions)
+                os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[Completion]:
+        with self._lock:
+            if not self._queue:
+                return []
+            os.eventfd_read(self.fd)
+            taken = list(self._queue)
+            self._queue.clear()
+            return taken
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)
+
+
+def make_engine(name: str, host: str, handle_deadline: float = 20.0) -> TransferEngine:
+    """`host` is the address that peers reach; `handle_deadline` seconds without an end make a write unknown."""
+    if unspecified(host):
+        raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
+    chosen, why = name, "as configured"
+    if name == "auto":
+        chosen, why = "mooncake", "auto: it checks addresses at the target and idles without CPU"
+    if chosen not in BACKENDS:
+        raise EngineError(f"unknown transfer backend {name!r}; there are auto, {', '.join(BACKENDS)}")
+    log.info("transfer backend %s on %s (%s)", chosen, host, why)
+    if chosen == "local":
+        from .local import LocalEngine
+
+        return LocalEngine()
+    from .owned_thread import Driver, OwnedThread
+
+    driver: Driver
+    if chosen == "mooncake":
+        from .mooncake import MooncakeDriver
+
+        driver = MooncakeDriver(host, handle_deadline)
+    else:
+        from .nixl import NixlDriver
+
+        driver = NixlDriver(host, handle_deadline)
+    return OwnedThread(driver)

@@ -1,0 +1,149 @@
+"""What travels on the link between one decode rank (it dials) and one prefill rank (it listens).
+
+In: bytes from a socket. Out: a `Frame` whose body is one of the messages below, or a
+`FrameError` with a reason; no byte string does anything else. Sizes are bounded.
+Every frame names its sender's incarnation, the link (one connection attempt) and its
+number on that link, so another incarnation's messages can be dropped and a loss noticed.
+A room is "<request>/<attempt>", unique for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .plan import Topology
+from .regions import RegionTable
+
+PROTOCOL_VERSION = 1
+MAX_FRAME = 4 << 20
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Pages = Annotated[tuple[Annotated[int, Meta(ge=0, le=(1 << 40))], ...], Meta(max_length=1 << 18)]
+Payload = Annotated[bytes, Meta(max_length=1 << 20)]
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What two ranks must agree on before a byte of KV moves."""
+
+    model: Name  # digest of config and weight index
+    kv_dtype: Name
+    cache: Name  # "kv", or the kind of a single-buffer cache
+    backend: Name
+    version: int = PROTOCOL_VERSION
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Decode rank to prefill rank, first on a link: whom I want, what I am, where my KV lies."""
+
+    instance: Name  # whichever incarnation of it answers; its Welcome says which
+    terms: Terms
+    topology: Topology
+    regions: RegionTable
+    endpoint: Payload  # the transfer engine's, opaque here
+    host: Name
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    topology: Topology
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    reason: Reason
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """I do not know this link (any more), or a frame of it got lost: dial again."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Destinations(msgspec.Struct, frozen=True, tag=True):
+    """The pages of mine that hold the room's prompt of `tokens` positions."""
+
+    room: Name
+    tokens: Count
+    pages: Pages
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Write no more for this room, and say `Stopped` when nothing can land any more."""
+
+    room: Name
+    reason: Reason
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """A fence: every write of mine for this room has ended well, and there will be none."""
+
+    room: Name
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The room will not be completed. Not a fence."""
+
+    room: Name
+    reason: Reason
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """All of the room's KV that I owe you has landed. Also a fence."""
+
+    room: Name
+    tokens: Count
+    layers: tuple[Count, Count]
+    nbytes: Count
+    slices: Count  # engine handles it took
+    first_token: Payload | None = None  # from the sampler to decode rank 0
+
+
+class FinishedAck(msgspec.Struct, frozen=True, tag=True):
+    room: Name
+
+
+RoomMessage = Destinations | Stop | Stopped | Failed | Finished | FinishedAck
+Message = Hello | Welcome | Refused | Reset | Ping | Pong | RoomMessage
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    instance: Name
+    epoch: Annotated[int, Meta(ge=1, le=(1 << 62))]
+    rank: Annotated[int, Meta(ge=0, le=1 << 16)]
+    link: Count
+    number: Count
+    body: Message
+
+
+class FrameError(ValueError):
+    """Bytes that are not a frame of ours."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    """Raises `FrameError` for a frame that the other side would refuse for its size."""
+    data = _encoder.encode(frame)
+    if len(data) > MAX_FRAME:
+        raise FrameError(f"a frame of {len(data)} bytes is over the bound of {MAX_FRAME}")
+    return data
+
+
+def decode(data: bytes) -> Frame:
+    if len(data) > MAX_FRAME:
+        raise FrameError(f"a frame of {len(data)} bytes is over the bound of {MAX_FRAME}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValidationError is a DecodeError
+        raise FrameError(str(error)[:200]) from error
