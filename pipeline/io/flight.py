@@ -17,6 +17,7 @@ from pipeline.io.control import RankConfig
 from pipeline.rank import RankCore
 
 SEGMENT = 4096  # entries per segment file
+KEPT_EPOCHS = 8  # incarnations of the instance whose recordings stay on disk
 
 
 class FlightFiles:
@@ -29,6 +30,7 @@ class FlightFiles:
         stem = f"{config.instance}-e{config.epoch}-r{config.rank}"
         self._segments = (folder / f"{stem}.a.flight", folder / f"{stem}.b.flight")
         self._dump = folder / f"{stem}.dump"
+        _prune(folder, config)
         self._current = 1
         self._count = 0
         self._begin()
@@ -65,3 +67,11 @@ class FlightFiles:
 
     def _read(self, which: int) -> Flight:
         return recorder.read(self._segments[which].read_bytes())
+
+
+def _prune(folder: Path, config: RankConfig) -> None:
+    """Deletes this rank's recordings of epochs long gone, so that restarts cannot fill the disk."""
+    for path in folder.glob(f"{config.instance}-e*-r{config.rank}.*"):
+        epoch = path.name.removeprefix(f"{config.instance}-e").partition("-")[0]
+        if epoch.isdigit() and int(epoch) <= config.epoch - KEPT_EPOCHS:
+            path.unlink(missing_ok=True)

@@ -66,7 +66,7 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
         bytes_per_token=pool.bytes_per_token,
         bases=tuple(tuple(pair) for pair in bases.values()),
     )
-    engine = make_engine(config.transfer_backend, config.host)
+    engine = make_engine(config.transfer_backend, config.host, config.transfer_device)
     engine.register(pool.base_address, pool.nbytes)
     return TransferParts(
         identity=Peer(config.instance, config.epoch, config.rank),

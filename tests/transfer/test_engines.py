@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy
 import pytest
 
 from tests.transfer.rig import DECODE, HOST, PREFILL, Rig
-from transfer.io.engine import Completion, EngineError, TransferEngine, make_engine
+from transfer.io.engine import Completion, EngineError, TransferEngine, make_engine, require_device
 
 BACKENDS = ["mooncake", "nixl", "local"]
 
@@ -168,6 +169,18 @@ def test_an_engine_needs_a_name_and_an_address_that_peers_can_use() -> None:
         make_engine("local", "0.0.0.0")
     with pytest.raises(EngineError, match="unknown transfer backend"):
         make_engine("carrier-pigeon", HOST)
+
+
+def test_an_rdma_device_that_is_not_there_is_refused_by_naming_those_that_are(tmp_path: Path) -> None:
+    """T16: requested RDMA never falls back silently."""
+    with pytest.raises(EngineError, match="no RDMA device 'mlx5_0' on this host; there are: none"):
+        require_device("mlx5_0", tmp_path / "absent")
+    (tmp_path / "mlx5_3").mkdir()
+    with pytest.raises(EngineError, match="there are: mlx5_3"):
+        require_device("mlx5_0", tmp_path)
+    require_device("mlx5_3", tmp_path)
+    with pytest.raises(EngineError, match="no RDMA device"):
+        make_engine("mooncake", HOST, "nosuch0")
 
 
 def test_a_missing_library_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class Library:
 
 def driver(deadline: float = 60.0) -> tuple[MooncakeDriver, Library]:
     library = Library()
-    made = MooncakeDriver("127.0.0.1", deadline)
+    made = MooncakeDriver("127.0.0.1", "", deadline)
     made._engine = library
     made.connect("b", b"mooncake/1 127.0.0.1:15000")
     return made, library

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ..handshake import unspecified
@@ -99,8 +100,19 @@ class Completions:
                 os.close(self.fd)
 
 
-def make_engine(name: str, host: str, handle_deadline: float = 20.0) -> TransferEngine:
-    """`host` is the address that peers reach; `handle_deadline` seconds without an end make a write unknown."""
+def require_device(device: str, sysfs: Path = Path("/sys/class/infiniband")) -> None:
+    """Raises `EngineError` that names the devices there are, if this one is not among them."""
+    present = sorted(entry.name for entry in sysfs.iterdir()) if sysfs.is_dir() else []
+    if device and device not in present:
+        raise EngineError(f"no RDMA device {device!r} on this host; there are: {', '.join(present) or 'none'}")
+
+
+def make_engine(name: str, host: str, device: str = "", handle_deadline: float = 20.0) -> TransferEngine:
+    """`host` is the address that peers reach; `handle_deadline` seconds without an end make a write unknown.
+
+    `device` names an RDMA device to use (untested: no such hardware so far); "" is TCP. Raises `EngineError`.
+    """
+    require_device(device)
     if unspecified(host):
         raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
     chosen, why = name, "as configured"
@@ -108,7 +120,7 @@ def make_engine(name: str, host: str, handle_deadline: float = 20.0) -> Transfer
         chosen, why = "mooncake", "auto: it checks addresses at the target and idles without CPU"
     if chosen not in BACKENDS:
         raise EngineError(f"unknown transfer backend {name!r}; there are auto, {', '.join(BACKENDS)}")
-    log.info("transfer backend %s on %s (%s)", chosen, host, why)
+    log.info("transfer backend %s over %s on %s (%s)", chosen, device or "tcp", host, why)
     if chosen == "local":
         from .local import LocalEngine
 
@@ -119,9 +131,9 @@ def make_engine(name: str, host: str, handle_deadline: float = 20.0) -> Transfer
     if chosen == "mooncake":
         from .mooncake import MooncakeDriver
 
-        driver = MooncakeDriver(host, handle_deadline)
+        driver = MooncakeDriver(host, device, handle_deadline)
     else:
         from .nixl import NixlDriver
 
-        driver = NixlDriver(host, handle_deadline)
+        driver = NixlDriver(host, device, handle_deadline)
     return OwnedThread(driver)

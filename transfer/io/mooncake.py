@@ -1,4 +1,4 @@
-"""Mooncake's TransferEngine over TCP, driven from the owned thread.
+"""Mooncake's TransferEngine over TCP (or RDMA, untested), driven from the owned thread.
 
 In: lists of writes. Out: completions, one per handle. Facts that shape this file:
 the library ignores its protocol argument, so TCP is forced by its environment, before
@@ -64,9 +64,9 @@ class _Peer:
 class MooncakeDriver:
     name = "mooncake"
 
-    def __init__(self, host: str, handle_deadline: float) -> None:
+    def __init__(self, host: str, device: str, handle_deadline: float) -> None:
         self.counters = EngineCounters()
-        self._host = host
+        self._host, self._device = host, device
         self._deadline = handle_deadline
         self._peers: dict[str, _Peer] = {}
         self._engine: Any = None
@@ -75,7 +75,9 @@ class MooncakeDriver:
     def open(self) -> None:
         for variable, value in ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
-        os.environ["MC_FORCE_TCP"] = "1"
+        # The choice is made by what devices are found; each of these makes the other one fail.
+        os.environ.pop("MC_FORCE_TCP", None)
+        os.environ["MC_FORCE_HCA" if self._device else "MC_FORCE_TCP"] = "1"
         os.environ.pop("MC_LOG_DIR", None)  # the library aborts the process over it
         try:
             library = importlib.import_module("mooncake.engine")
@@ -86,10 +88,11 @@ class MooncakeDriver:
             ) from error
         before = _listeners()
         self._engine = library.TransferEngine()
-        if self._engine.initialize(self._host, "P2PHANDSHAKE", "tcp", "") != 0:
-            raise EngineError(f"Mooncake did not start on {self._host}")
+        protocol = "rdma" if self._device else "tcp"
+        if self._engine.initialize(self._host, "P2PHANDSHAKE", protocol, self._device) != 0:
+            raise EngineError(f"Mooncake did not start on {self._host} {self._device}")
         opened = _listeners() - before
-        if len(opened) == 1:  # TCP has a data port beside the one for metadata, RDMA has not
+        if not self._device and len(opened) == 1:  # TCP has a data port beside the one for metadata, RDMA has not
             raise EngineError("Mooncake was told to use TCP and chose another transport")
         self._session = f"{self._host}:{self._engine.get_rpc_port()}"
 

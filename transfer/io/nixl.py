@@ -40,6 +40,14 @@ ENVIRONMENT = {
 }
 
 
+# Without tcp, so that a host whose device does not work fails instead of crawling. Untested.
+RDMA_ENVIRONMENT = {
+    "UCX_TLS": "rc_x,rc,dc_x,dc,cuda_copy,cuda_ipc",
+    "UCX_LOG_LEVEL": "error",
+    "NIXL_LOG_LEVEL": "ERROR",
+}
+
+
 @dataclass(slots=True)
 class _Flying:
     request: Any
@@ -62,18 +70,20 @@ class _Peer:
 class NixlDriver:
     name = "nixl"
 
-    def __init__(self, host: str, handle_deadline: float) -> None:
+    def __init__(self, host: str, device: str, handle_deadline: float) -> None:
         self.counters = EngineCounters()
-        self._host = host
+        self._host, self._device = host, device
         self._deadline = handle_deadline
         self._peers: dict[str, _Peer] = {}
         self._agent: Any = None
         self._ended: list[Completion] = []
 
     def open(self) -> None:
-        for variable, value in ENVIRONMENT.items():
+        for variable, value in (RDMA_ENVIRONMENT if self._device else ENVIRONMENT).items():
             os.environ.setdefault(variable, value)
-        if loopback(self._host):
+        if self._device:
+            os.environ["UCX_NET_DEVICES"] = f"{self._device}:1"
+        elif loopback(self._host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         try:
             api = importlib.import_module("nixl._api")
