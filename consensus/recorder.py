@@ -96,8 +96,11 @@ def read(data: bytes) -> Flight:
 
 def join(older: Flight, newer: Flight) -> Flight:
     """Two flights of one rank as one, if the newer goes on where the older ends; else the newer alone."""
-    goes_on = older.records and newer.records and newer.records[0].entry.seq == older.records[-1].entry.seq + 1
-    if (older.header.instance, older.header.epoch) != (newer.header.instance, newer.header.epoch) or not goes_on:
+    if (older.header.instance, older.header.epoch) != (newer.header.instance, newer.header.epoch):
+        return newer
+    if not newer.records:  # a segment that has just begun
+        return older
+    if not older.records or newer.records[0].entry.seq != older.records[-1].entry.seq + 1:
         return newer
     return Flight(older.header, older.records + newer.records)
 

@@ -70,18 +70,20 @@ class RankCore:
 
     def settle(self, entry: Entry, effects: list[Effect]) -> list[Effect]:
         """Ends an entry: rings for stages that were observed already, folds the digest, forgets closed rooms."""
+        # Reports lead: they are numbered here, and carrying out an effect may make this rank report more.
+        reports: list[Effect] = []
         out: list[Effect] = []
         for effect in effects:
             if isinstance(effect, Reply | End) and self.rank != 0:
                 continue  # every rank decides it, rank 0 tells it
             out.append(effect)
             if isinstance(effect, CloseRoom) and self.replica.uses_store:
-                out.append(Report(self.store.delete(effect.room)))
+                reports.append(Report(self.store.delete(effect.room)))
         for request in self.replica.moved:
             if request.state == DONE:
                 self.local.forget(request.key.room)
-        out += [Report(bell) for bell in self.local.bells(self.replica.moved, self.replica)]
+        reports += [Report(bell) for bell in self.local.bells(self.replica.moved, self.replica)]
         notes = self.replica.fold()
         self.cursor.advance(entry.seq)
         self.recorder.record(entry, notes, self.replica.digest.value)
-        return out
+        return reports + out
