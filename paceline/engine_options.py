@@ -36,6 +36,8 @@ SHARED = (
     ("transfer_device", "transfer_device"),
     ("request_timeout", "request_timeout"),
     ("ring_timeout", "ring_timeout"),
+    ("tick_timeout", "tick_timeout"),
+    ("progress_timeout", "progress_timeout"),
     ("stage_timeout", "stage_timeout"),
     ("load_timeout", "load_timeout"),
 )
@@ -156,6 +158,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="of silence after which a rank counts as stuck (default: 10)",
     )
+    group.add_argument(
+        "--tick-timeout", type=float, default=60.0, metavar="S",
+        help="of one microbatch, after which the instance counts as hung (default: 60)",
+    )  # fmt: skip
+    group.add_argument(
+        "--progress-timeout", type=float, default=5.0, metavar="S",
+        help="of one microbatch, after which the health service says so (default: 5)",
+    )  # fmt: skip
     group.add_argument(
         "--stage-timeout", type=float, default=30.0, metavar="S", help="of each stage of a hand-over (default: 30)"
     )

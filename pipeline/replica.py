@@ -108,7 +108,7 @@ class Replica(ABC):
             self.leases.hold(share.key, tick_holder(launch.tick))
             self.digest.note("row", launch.tick, share.key.request, share.key.attempt, share.start, share.count)
         batch = Batch(launch.tick, launch.slot, tuple(rows))
-        self.slots.launch(batch)
+        self.slots.launch(batch, self.clock)
         self.emit(Run(batch))
         return self._drain()
 
@@ -279,7 +279,7 @@ class Replica(ABC):
                 self.on_bad(self.requests[stage.key], verdict.topic, reason)
 
     def _harvest(self, tick: int, tokens: Sequence[TokenOut]) -> None:
-        batch = self.slots.harvest(tick)
+        batch = self.slots.harvest(tick, self.clock)
         self.digest.note("harvest", tick)
         sampled = iter(tokens)
         for row in batch.rows:

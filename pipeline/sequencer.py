@@ -31,6 +31,7 @@ from consensus.entry import (
     Verdict,
 )
 from consensus.log import Window
+from consensus.progress import Progress
 from consensus.status import KVPoll
 from consensus.store import Leader, Update
 from consensus.votes import BallotBox, Bell, conclude
@@ -61,6 +62,7 @@ class Sequencer:
         self._admissions: deque[Admission] = deque()
         self._verdicts: deque[Verdict] = deque()
         self._returns: deque[Return] = deque()
+        self._progress: dict[int, Progress] = {}
         self._last_written = clock - HEARTBEAT
         self._next_deadline = 0  # clock of the earliest deadline known; 0 = none
 
@@ -129,6 +131,24 @@ class Sequencer:
         if oldest is None or clock - oldest[1] <= limit:
             return ""
         return f"entry {oldest[0]} was not acknowledged for {(clock - oldest[1]) / 1e6:.1f} s"
+
+    def note_progress(self, progress: Progress) -> None:
+        """A rank's latest word on what its executor does; kept for people, never for decisions."""
+        self._progress[progress.rank] = progress
+
+    def stalled(self, clock: int) -> tuple[float, str]:
+        """(seconds, what is waited for) while a launched tick has not come back; (0, "") while none is out.
+
+        The culprit is the first rank, in pipeline order, that is busy with that tick or has not reached it.
+        """
+        slots = self.core.replica.slots
+        if not slots.flight:
+            return 0.0, ""
+        batch = slots.flight[0]
+        seconds = (clock - slots.since) / 1e6
+        busy = [p for _, p in sorted(self._progress.items()) if p.tick == batch.tick]
+        where = f"rank {busy[0].rank} has been in it for {busy[0].seconds:.1f} s" if busy else "no rank says it runs it"
+        return seconds, f"tick {batch.tick} ({len(batch.rows)} rows) has not returned for {seconds:.1f} s; {where}"
 
     def wake_at(self) -> int:
         """Clock at which `next_entry` has something to say even if nothing arrives."""

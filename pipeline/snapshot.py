@@ -49,6 +49,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     free_slots: list[int]
     flight: list[Batch]
     next_tick: int
+    since: int
     opened: int
     role: RoleState  # what the role keeps besides
 
@@ -84,6 +85,7 @@ def take(replica: Replica) -> Snapshot:
         free_slots=list(replica.slots.free_slots),
         flight=list(replica.slots.flight),
         next_tick=replica.slots.next_tick,
+        since=replica.slots.since,
         opened=replica.opened,
         role=replica.role_state(),
     )
@@ -111,6 +113,7 @@ def restore(snapshot: Snapshot, make: Callable[[ReplicaConfig], Replica]) -> Rep
         deque(snapshot.flight),
         snapshot.next_tick,
     )
+    slots.since = snapshot.since
     replica.opened = snapshot.opened
     replica.restore_role(snapshot.role)
     return replica

@@ -54,6 +54,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     returns: str  # rank 0 binds, the last rank dials
     store: str  # rank 0 binds, all others dial
     ring_timeout: float  # seconds without an entry, or without an ack, after which a rank fail-stops
+    tick_timeout: float  # seconds a launched microbatch may take before the instance counts as hung
     stage_timeout: float  # seconds an attempt may stay in bootstrapping, prealloc, granted, transferring
     dump_dir: str  # where a rank writes its flight recorder when it fail-stops
 
@@ -128,6 +129,8 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Once a second from every rank's control loop; silence for ring_timeout means it is stuck."""
 
     applied_seq: int
+    stalled: float = 0.0  # from rank 0: seconds since a launched tick should be back
+    doing: str = ""  # which tick, and which rank is in it
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True):

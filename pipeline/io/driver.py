@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from consensus.progress import Progress
 from consensus.store import Update
 from pipeline.effects import (
     Acknowledge,
@@ -42,6 +43,7 @@ from pipeline.io.ring import (
     BellFrame,
     Inbox,
     Outbox,
+    ProgressFrame,
     RelayFrame,
     ReportFrame,
     ReturnFrame,
@@ -194,8 +196,23 @@ class Driver:
             return
         self._last_tick = now
         self._observe(self._port.tick())
-        self._say(control.Alive(self._core.cursor.applied))
+        self._tell_progress()
         self._check_ring(now)
+
+    def _tell_progress(self) -> None:
+        """The daemon hears from every rank, rank 0 from every busy one."""
+        applied = self._core.cursor.applied
+        progress = Progress(self._config.rank, applied, *self._executor.running())
+        seconds, doing = 0.0, ""
+        if self._sequencer is not None:
+            self._sequencer.note_progress(progress)
+            seconds, doing = self._sequencer.stalled(_clock())
+            if seconds > self._config.tick_timeout:
+                raise FailStop(doing)
+        elif progress.tick:
+            assert self._links.report_out is not None
+            self._links.report_out.send(ProgressFrame(self._config.epoch, progress))
+        self._say(control.Alive(applied, seconds, doing))
 
     def _check_ring(self, now: float) -> None:
         limit = self._config.ring_timeout
@@ -228,6 +245,8 @@ class Driver:
         for frame in self._links.report_in.receive():
             if frame.epoch != self._config.epoch or not 0 < frame.item.rank < self._config.pp_size:
                 self._stale += 1
+            elif isinstance(frame, ProgressFrame):
+                self._sequencer.note_progress(frame.item)
             else:
                 self._sequencer.report(frame.item)
 

@@ -109,13 +109,18 @@ class Executor:
             found.append(self._events.get_nowait())
         return found
 
-    def executing(self) -> str:
-        """ "tick 17 (8 rows) for 0.4 s", or empty."""
+    def running(self) -> tuple[int, int, float]:
+        """(tick, rows, seconds so far); zeros while there is nothing to do."""
         running = self._running
         if running is None:
-            return ""
+            return 0, 0, 0.0
         batch, since = running
-        return f"tick {batch.tick} ({len(batch.rows)} rows) for {time.monotonic() - since:.1f} s"
+        return batch.tick, len(batch.rows), time.monotonic() - since
+
+    def executing(self) -> str:
+        """For people: what runs and for how long, or empty."""
+        tick, rows, seconds = self.running()
+        return f"tick {tick} ({rows} rows) for {seconds:.1f} s" if tick else ""
 
     def _main(self) -> None:
         try:

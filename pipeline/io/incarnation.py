@@ -70,6 +70,7 @@ class Incarnation:
         self, configs: list[RankConfig], rank_module: str, load_timeout: float, keep_fd: int,
         context: zmq.Context[zmq.Socket[bytes]], on_tokens: Callable[[control.Tokens], None],
         on_ended: Callable[[control.Ended], None],
+        on_progress: Callable[[control.Alive], None],
     ) -> None:  # fmt: skip
         """Starts the ranks."""
         first = configs[0]
@@ -79,7 +80,7 @@ class Incarnation:
         self.unexpected = 0  # well-formed messages that make no sense here and now
         self.ranks: list[RankView] = []
         self._ring_timeout, self._load_timeout = first.ring_timeout, load_timeout
-        self._on_tokens, self._on_ended = on_tokens, on_ended
+        self._on_tokens, self._on_ended, self._on_progress = on_tokens, on_ended, on_progress
         self._configured, self._leaving = False, False
         self._round, self._round_task = _StatusRound(0), None  # type: tuple[_StatusRound, asyncio.Task[None] | None]
         # An attempt sends at most Submit and Cancel, so a rank that reads at all never fills this.
@@ -208,6 +209,8 @@ class Incarnation:
         match message:
             case control.Alive():
                 view.applied_seq = message.applied_seq
+                if rank == 0:
+                    self._on_progress(message)
             case control.Tokens() if rank == 0:
                 self._on_tokens(message)
             case control.Ended() if rank == 0:

@@ -44,6 +44,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer_backend: str = "auto"
     transfer_device: str = ""
     ring_timeout: float = 10.0  # seconds of silence after which a rank counts as stuck
+    tick_timeout: float = 60.0  # seconds for one microbatch, after which the instance counts as hung
+    progress_timeout: float = 5.0  # the same, after which the health service says so
     stage_timeout: float = 30.0
     load_timeout: float = 600.0  # the same as ring_timeout, while ranks load
     first_epoch: int = 1  # lower bound of the epoch, for when run_dir does not outlive a restart
@@ -65,7 +67,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{field} is {getattr(self, field)}; it cannot be negative")
         if not self.pages and not self.kv_bytes:
             raise ConfigError("pages and kv_bytes are both 0; one of them must say how large the KV pool is")
-        for field in ("ring_timeout", "stage_timeout", "load_timeout", "request_timeout"):
+        for field in (
+            "ring_timeout",
+            "tick_timeout",
+            "progress_timeout",
+            "stage_timeout",
+            "load_timeout",
+            "request_timeout",
+        ):
             if not 0.1 <= getattr(self, field) <= 86400:
                 raise ConfigError(f"{field} is {getattr(self, field)} s; it must be between 0.1 and 86400")
 
@@ -138,6 +147,7 @@ def rank_configs(
             returns=f"ipc://{folder}/returns",
             store=f"ipc://{folder}/store",
             ring_timeout=config.ring_timeout,
+            tick_timeout=config.tick_timeout,
             stage_timeout=config.stage_timeout,
             dump_dir=str(dumps),
         )

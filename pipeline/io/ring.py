@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from consensus.entry import Ballot, Entry, Return, Trailer
+from consensus.progress import Progress
 from consensus.store import Update
 from consensus.votes import Bell
 
@@ -58,8 +59,15 @@ class BellFrame(msgspec.Struct, frozen=True, array_like=True, tag="bell"):
     item: Bell
 
 
+class ProgressFrame(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """Any rank → rank 0, once a second while its executor is busy."""
+
+    epoch: int
+    item: Progress
+
+
 BackFrame = AckFrame | ReturnFrame
-ReportFrame = UpdateFrame | BellFrame
+ReportFrame = UpdateFrame | BellFrame | ProgressFrame
 T = TypeVar("T")
 
 

@@ -146,7 +146,7 @@ class Server:
     """Binds, serves, and keeps the health service in step with the phase."""
 
     def __init__(self, supervisor: Supervisor, max_model_len: int) -> None:
-        config = supervisor.config
+        config, self._supervisor = supervisor.config, supervisor
         self._server: Any = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
@@ -172,7 +172,7 @@ class Server:
 
     async def start(self, listen: str) -> int:
         """Starts answering; returns the port. Raises `BadAddress` if it cannot be bound."""
-        await self._set_health(Phase.LOADING)
+        await self._set_health(False)
         try:
             port: int = self._server.add_insecure_port(listen)
         except RuntimeError as error:
@@ -189,12 +189,13 @@ class Server:
 
     def _show_phase(self, phase: Phase) -> None:
         # In the background: a stuck watcher of the health service must not hold up supervision.
-        task = asyncio.get_running_loop().create_task(self._set_health(phase))
+        healthy = phase is Phase.SERVING and not self._supervisor.stalled
+        task = asyncio.get_running_loop().create_task(self._set_health(healthy))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _set_health(self, phase: Phase) -> None:
+    async def _set_health(self, healthy: bool) -> None:
         state = health_pb2.HealthCheckResponse
-        status = state.SERVING if phase is Phase.SERVING else state.NOT_SERVING
+        status = state.SERVING if healthy else state.NOT_SERVING
         for name in ("", *_SERVICES):
             await self._health.set(name, status)

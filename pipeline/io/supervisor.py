@@ -48,6 +48,7 @@ class Supervisor:
         self.phase = Phase.LOADING
         self.restarts = 0
         self.last_failure = ""
+        self.stalled = ""  # what keeps a serving instance from getting on, for people
         self.incarnation: Incarnation | None = None
         self.attempts = Attempts(config.max_queue, config.stream_buffer, self._cancel)
         self.on_phase: Callable[[Phase], None] = lambda phase: None
@@ -127,7 +128,7 @@ class Supervisor:
         configs = rank_configs(self.config, self.facts, self._host, self.epoch, folder, self._folder.dumps)
         current = Incarnation(
             configs, self.config.rank_module, self.config.load_timeout, self._folder.lock_fd, context,
-            self.attempts.tokens, self.attempts.ended,
+            self.attempts.tokens, self.attempts.ended, self._see_progress,
         )  # fmt: skip
         self.incarnation = current
         failure = None
@@ -194,9 +195,16 @@ class Supervisor:
         if self.incarnation is not None:
             self.incarnation.must_send(0, control.Cancel(key, reason))
 
+    def _see_progress(self, alive: control.Alive) -> None:
+        """Health is progress, not a process that is up: it follows what rank 0 says of its oldest tick."""
+        before, self.stalled = self.stalled, alive.doing if alive.stalled > self.config.progress_timeout else ""
+        if bool(before) != bool(self.stalled):
+            log.warning("%s", f"no progress: {self.stalled}" if self.stalled else "progress again")
+            self.on_phase(self.phase)
+
     def _enter(self, phase: Phase) -> None:
         if self.phase is not phase:
-            self.phase = phase
+            self.phase, self.stalled = phase, ""
             self.on_phase(phase)
 
 

@@ -70,7 +70,8 @@ class Rank:
             if self.socket.poll(200):
                 self.handle(decoder.decode(self.socket.recv()))
             if time.monotonic() > self.alive_due:
-                self.say(control.Alive(7))
+                stuck = (self.folder / "stuck").exists()
+                self.say(control.Alive(7, 6.0, "tick 9 (3 rows) has not returned") if stuck else control.Alive(7))
                 self.alive_due = time.monotonic() + 0.5
 
     def handle(self, message: control.ToRank) -> None:

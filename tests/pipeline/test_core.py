@@ -6,6 +6,7 @@ import pytest
 
 from consensus.entry import Key
 from consensus.log import Diverged
+from consensus.progress import Progress
 from pipeline.lease import REQUEST
 from tests.pipeline.ring import Pair, token_of
 
@@ -97,6 +98,21 @@ def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
     key = pair.submit("big", prompt=12, out=20)
     pair.run(until=lambda: key in pair.decode.ends)
     assert "need 8 pages, the pool has 4" in pair.decode.ends[key][0].reason
+
+
+def test_a_tick_that_does_not_come_back_is_named_with_its_rank() -> None:
+    pair = Pair(9, 3, 1)
+    pair.submit("r", prompt=5, out=2)
+    sequencer = pair.prefill.sequencer
+    assert sequencer.stalled(pair.clock) == (0.0, "")
+    pair.run(until=lambda: sequencer.core.replica.slots.in_flight == 1)
+    for rank, tick in ((0, 0), (1, 1), (2, 0)):  # rank 1's executor is in it, rank 2's waits for work
+        sequencer.note_progress(Progress(rank, 7, tick, 1, 6.5))
+    seconds, doing = sequencer.stalled(pair.clock + 7_000_000)
+    assert 7 <= seconds < 7.1
+    assert "tick 1 (1 rows) has not returned for 7.0 s; rank 1 has been in it for 6.5 s" in doing
+    pair.run()
+    assert sequencer.stalled(pair.clock + 7_000_000) == (0.0, "")
 
 
 def test_a_rank_that_decides_differently_is_caught_at_the_next_entry() -> None:

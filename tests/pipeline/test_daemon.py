@@ -189,3 +189,14 @@ def test_sigterm_ends_streams_with_a_reason_and_leaves_no_process(start: Callabl
     assert daemon.wait() == 0
     assert not any(map(is_running, pids))
     assert "Cancel(" in daemon.heard(0) and "Quit()" in daemon.heard(0)
+
+
+def test_health_is_progress_not_a_process_that_is_up(start: Callable[..., Daemon]) -> None:
+    daemon = start().when_serving()
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    eventually("SERVING", lambda: daemon.health() == serving)
+    (daemon.model / "stuck").touch()
+    eventually("NOT_SERVING", lambda: daemon.health() == not_serving)
+    assert "no progress: tick 9 (3 rows) has not returned" in daemon.log
+    (daemon.model / "stuck").unlink()
+    eventually("SERVING again", lambda: daemon.health() == serving)
