@@ -121,4 +121,5 @@ def rank_report(rank: admin_pb2.RankStatus) -> dict[str, Any]:
         "last_progress_s": round(rank.last_progress_s, 3),
         "counters": dict(sorted(rank.counters.items())),
         "executing": rank.executing,
+        "audit": rank.audit,
     }

@@ -37,6 +37,8 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
     if verdict := _agreement(instance["ranks"]):
         yield f"  {verdict}"
     for rank in instance["ranks"]:
+        if rank["audit"]:
+            yield f"  rank {rank['rank']} PAGE AUDIT FAILED: {rank['audit']}"
         if any(rank["counters"].values()):
             yield f"  rank {rank['rank']} counted: {counted(rank['counters'])}"
 

@@ -84,6 +84,8 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """Answered by a `StatusReport`, for which the rank audits its pages."""
+
     token: int
 
 
@@ -149,6 +151,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
     last_progress_s: float
     counters: dict[str, int]
     executing: str
+    audit: str  # what the page auditor found wrong, or empty
 
 
 class Failing(msgspec.Struct, frozen=True, tag=True):

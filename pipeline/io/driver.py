@@ -49,6 +49,7 @@ from pipeline.io.ring import (
     ReturnFrame,
     UpdateFrame,
 )
+from pipeline.lease import LeaseBook
 from pipeline.local import Observation
 from pipeline.planner import Batch
 from pipeline.rank import RankCore
@@ -355,6 +356,7 @@ class Driver:
                 "frames_dropped": dropped + counters.get("frames_dropped", 0),
             },
             self._executor.executing(),
+            _audit(replica.leases),
         )
 
     def _fail(self, reason: str) -> None:
@@ -363,6 +365,14 @@ class Driver:
             log.error("flight recorder written to %s", self._flight.dump(reason))
         finally:
             self._say(control.Failing(reason))
+
+
+def _audit(leases: LeaseBook) -> str:
+    try:
+        leases.audit()
+    except AssertionError as wrong:
+        return str(wrong)
+    return ""
 
 
 def _clock() -> int:

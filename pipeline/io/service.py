@@ -119,7 +119,7 @@ def _rank_status(view: RankView, answered: bool) -> admin_pb2.RankStatus:
         applied_seq=_clamp(view.applied_seq, _UINT64),
     )
     if (report := view.report) is not None:
-        status.applied_seq = _clamp(max(report.applied_seq, view.applied_seq), _UINT64)
+        status.applied_seq = _clamp(report.applied_seq, _UINT64)  # the one its digest belongs to
         status.digest = report.digest
         status.queues.update(_clamped(report.queues, _UINT32))
         status.requests.update(_clamped(report.requests, _UINT32))
@@ -130,6 +130,7 @@ def _rank_status(view: RankView, answered: bool) -> admin_pb2.RankStatus:
         status.last_progress_s = report.last_progress_s
         status.counters.update(_clamped(report.counters, _UINT64))
         status.executing = report.executing
+        status.audit = report.audit
     return status
 
 

@@ -133,8 +133,8 @@ class Cluster:
             for rank in inst["ranks"]:
                 name = f"{inst['instance']} rank {rank['rank']}"
                 pages = rank["pages"]
-                if not rank["answered"] or pages["free"] != sum(pages.values()):
-                    found.append(f"{name}: answered {rank['answered']}, pages {pages}")
+                if not rank["answered"] or rank["audit"] or pages["free"] != sum(pages.values()):
+                    found.append(f"{name}: answered {rank['answered']}, pages {pages} {rank['audit']}")
                 busy = {k: v for k, v in rank["queues"].items() if v and k != "log_unacknowledged"}
                 busy |= {k: v for k, v in rank["requests"].items() if v}
                 busy |= {k: rank[k] for k in ("rooms", "store_entries", "transfer_handles") if rank[k]}

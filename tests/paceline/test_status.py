@@ -108,6 +108,7 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
         "pages": {"cached": 0, "free": 60, "owned": 4, "quarantined": 0}, "rooms": 1, "store_entries": 5,
         "transfer_handles": 7, "last_progress_s": 0.25, "counters": {"tokens_generated": 12},
         "executing": "tick 17 (8 rows) for 0.4 s",
+        "audit": "",
     }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class Rank:
         self.say(
             control.StatusReport(
                 token, os.getpid(), 7, "abcd", {"waiting": 3}, {"running": len(self.open)}, {"free": 100, "owned": -1},
-                0, 0, 0, 0.1, {"tokens_generated": 12}, "",
+                0, 0, 0, 0.1, {"tokens_generated": 12}, "", "",
             )
         )  # fmt: skip
 

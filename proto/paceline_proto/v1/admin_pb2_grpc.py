@@ -47,7 +47,7 @@ class AdminServicer:
     """
 
     def Status(self, request, context):
-        """The ranks' own state, asked of each rank now. A rank that does not answer in time is listed
+        """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
         with `answered` false and its last known values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,7 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]
-    """The ranks' own state, asked of each rank now. A rank that does not answer in time is listed
+    """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
     with `answered` false and its last known values.
     """
 
@@ -44,7 +44,7 @@ class AdminAsyncStub(AdminStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]  # type: ignore[assignment]
-    """The ranks' own state, asked of each rank now. A rank that does not answer in time is listed
+    """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
     with `answered` false and its last known values.
     """
 
@@ -57,7 +57,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.StatusResponse, _abc.Awaitable[_admin_pb2.StatusResponse]]:
-        """The ranks' own state, asked of each rank now. A rank that does not answer in time is listed
+        """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
         with `answered` false and its last known values.
         """
 
