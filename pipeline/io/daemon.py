@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,8 +31,11 @@ REFUSED = 2
 _STREAMS_GRACE_S = 1.0
 
 
-def main(role: str, rank_module: str, read_facts: Callable[[DaemonConfig], ModelFacts]) -> int:
-    """Entry point of both roles: `python -m <role>.io.daemon [CONFIG.json]`; without a path, reads standard input."""
+def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]) -> int:
+    """Entry point of both roles: `python -m <role>.io.daemon [CONFIG.json]`; without a path, reads standard input.
+
+    `read_facts(model folder, layer split, ranks)` gives an object with the fields of `ModelFacts`.
+    """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"
     )
@@ -44,7 +48,8 @@ def main(role: str, rank_module: str, read_facts: Callable[[DaemonConfig], Model
         if config.role != role:
             raise ConfigError(f"role is {config.role!r}, but this is the {role} daemon")
         config.check()
-        facts = read_facts(config)
+        read = read_facts(config.model, config.layers, config.pp_size)
+        facts = msgspec.convert(read, ModelFacts, from_attributes=True)
         if len(facts.layer_ranges) != config.pp_size:
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
         return asyncio.run(serve(config, facts))

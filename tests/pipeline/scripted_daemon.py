@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.io.daemon import DaemonConfig, ModelFacts, main
+from pipeline.io.daemon import ModelFacts, main
 
 
-def facts(config: DaemonConfig) -> ModelFacts:
-    ranges = tuple((2 * rank, 2 * rank + 2) for rank in range(config.pp_size))
+def facts(model: str, layers: str, ranks: int) -> ModelFacts:
+    ranges = tuple((2 * rank, 2 * rank + 2) for rank in range(ranks))
     return ModelFacts(
-        digest="d1", num_layers=2 * config.pp_size, kv_heads=2, head_dim=8, vocab_size=1000, eos_ids=(0,),
+        digest="d1", num_layers=2 * ranks, kv_heads=2, head_dim=8, vocab_size=1000, eos_ids=(0,),
         max_positions=4096, layer_ranges=ranges,
     )  # fmt: skip
 
