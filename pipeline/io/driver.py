@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from consensus.log import Diverged
 from consensus.progress import Progress
 from consensus.store import Update
 from pipeline.effects import (
@@ -158,8 +159,14 @@ class Driver:
                 self._observe(self._port.on_readable())
                 self._advance()
                 self._record()
+        except FailStop as error:
+            self._fail(str(error))
+            return 1
+        except Diverged as error:
+            self._fail(f"{error}; {self._flight.difference()}")
+            return 1
         except Exception as error:
-            self._fail(str(error) if isinstance(error, FailStop) else f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
             return 1
         return 0
 

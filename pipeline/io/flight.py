@@ -15,6 +15,7 @@ from consensus.recorder import Flight, Header
 from pipeline import snapshot
 from pipeline.io.control import RankConfig
 from pipeline.rank import RankCore
+from pipeline.replay import difference
 
 SEGMENT = 4096  # entries per segment file
 KEPT_EPOCHS = 8  # incarnations of the instance whose recordings stay on disk
@@ -27,9 +28,8 @@ class FlightFiles:
         self._config, self._core = config, core
         folder = Path(config.dump_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{config.instance}-e{config.epoch}-r{config.rank}"
-        self._segments = (folder / f"{stem}.a.flight", folder / f"{stem}.b.flight")
-        self._dump = folder / f"{stem}.dump"
+        self._segments = _segments(config, config.rank)
+        self._dump = folder / f"{config.instance}-e{config.epoch}-r{config.rank}.dump"
         _prune(folder, config)
         self._current = 1
         self._count = 0
@@ -49,13 +49,19 @@ class FlightFiles:
     def dump(self, reason: str) -> Path:
         """One file with all that both segments hold."""
         self.write()
-        flight = self._read(self._current)
-        other = self._segments[1 - self._current]
-        if other.exists():
-            flight = recorder.join(self._read(1 - self._current), flight)
+        flight = _read(self._segments)
         header = msgspec.structs.replace(flight.header, reason=reason)
         self._dump.write_bytes(recorder.frame(header) + b"".join(map(recorder.frame, flight.records)))
         return self._dump
+
+    def difference(self) -> str:
+        """Where this rank and its predecessor first decided differently, if the latter's files are on this host."""
+        self.write()
+        theirs = _segments(self._config, self._config.rank - 1)
+        if not any(path.exists() for path in theirs):
+            return ""
+        found = difference(_read(theirs), _read(self._segments))
+        return f"first difference: {found}" if found else ""
 
     def _begin(self) -> None:
         self._current, self._count = 1 - self._current, 0
@@ -65,8 +71,17 @@ class FlightFiles:
         self._file = open(self._segments[self._current], "wb", buffering=0)  # noqa: SIM115
         self._file.write(recorder.frame(Header(config.role, config.instance, config.epoch, config.rank, state)))
 
-    def _read(self, which: int) -> Flight:
-        return recorder.read(self._segments[which].read_bytes())
+
+def _segments(config: RankConfig, rank: int) -> tuple[Path, Path]:
+    stem = f"{config.instance}-e{config.epoch}-r{rank}"
+    return Path(config.dump_dir) / f"{stem}.a.flight", Path(config.dump_dir) / f"{stem}.b.flight"
+
+
+def _read(segments: tuple[Path, Path]) -> Flight:
+    """Both segments as one flight, whichever is the older."""
+    flights = [recorder.read(path.read_bytes()) for path in segments if path.exists()]
+    flights.sort(key=lambda flight: flight.records[0].entry.seq if flight.records else 1 << 62)
+    return flights[0] if len(flights) == 1 else recorder.join(*flights)
 
 
 def _prune(folder: Path, config: RankConfig) -> None:
