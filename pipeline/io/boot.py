@@ -112,7 +112,7 @@ def _live(
     pages = daemon.wait(control.Configure).pages
     stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)))
     port, link_address, backend = make_port(config, stage, context)
-    links = Links(context, config)
+    links = Links(config)
     executor = _executor(config, stage, model.sample, context)
     core = RankCore(config.rank, config.pp_size, replica(_replica_config(config, pages)))
     daemon.say(control.Ready(link_address, backend))

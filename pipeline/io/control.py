@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from consensus.entry import Key, RequestSpec, TokenOut
+from pipeline.io.zap import RingKeys
 from pipeline.outcome import Outcome
 
 
@@ -53,6 +54,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_out: str
     returns: str  # rank 0 binds, the last rank dials
     store: str  # rank 0 binds, all others dial
+    keys: RingKeys  # of relay, returns and store
     ring_timeout: float  # seconds without an entry, or without an ack, after which a rank fail-stops
     tick_timeout: float  # seconds a launched microbatch may take before the instance counts as hung
     stage_timeout: float  # seconds an attempt may stay in bootstrapping, prealloc, granted, transferring

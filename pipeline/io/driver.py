@@ -50,6 +50,7 @@ from pipeline.io.ring import (
     ReturnFrame,
     UpdateFrame,
 )
+from pipeline.io.zap import Gatekeeper
 from pipeline.lease import LeaseBook
 from pipeline.local import Observation
 from pipeline.planner import Batch
@@ -88,24 +89,29 @@ class Port(Protocol):
 class Links:
     """This rank's ring sockets; None where the rank has no such end."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: RankConfig) -> None:
+    def __init__(self, config: RankConfig) -> None:
+        # A context of its own: the gatekeeper answers for this one's sockets and no others.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys = config.keys
+        self.gatekeeper = Gatekeeper(context, keys.ranks)
         first, last = config.rank == 0, config.rank == config.pp_size - 1
-        self.relay_in: Inbox[RelayFrame] | None = None if first else Inbox(context, config.relay_in, RelayFrame)
-        self.relay_out = None if last else Outbox(context, config.relay_out)
+        self.relay_in: Inbox[RelayFrame] | None = None if first else Inbox(context, config.relay_in, keys, RelayFrame)
+        self.relay_out = None if last else Outbox(context, config.relay_out, keys, config.rank + 1)
         ring = config.pp_size > 1
         self.back_in: Inbox[BackFrame] | None = None
         self.report_in: Inbox[ReportFrame] | None = None
         if first and ring:
-            self.back_in = Inbox(context, config.returns, BackFrame)
-            self.report_in = Inbox(context, config.store, ReportFrame)
-        self.back_out = Outbox(context, config.returns) if last and ring else None
-        self.report_out = None if first else Outbox(context, config.store)
+            self.back_in = Inbox(context, config.returns, keys, BackFrame)
+            self.report_in = Inbox(context, config.store, keys, ReportFrame)
+        self.back_out = Outbox(context, config.returns, keys, 0) if last and ring else None
+        self.report_out = None if first else Outbox(context, config.store, keys, 0)
 
     def outboxes(self) -> list[Outbox]:
         return [box for box in (self.relay_out, self.back_out, self.report_out) if box is not None]
 
     def dropped(self) -> int:
-        return sum(box.dropped for box in (self.relay_in, self.back_in, self.report_in) if box is not None)
+        boxes = (self.relay_in, self.back_in, self.report_in)
+        return self.gatekeeper.refused + sum(box.dropped for box in boxes if box is not None)
 
 
 class Driver:
@@ -133,6 +139,7 @@ class Driver:
         self._handlers: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {
             daemon: self._read_daemon,
             executor.fd: self._read_executor,
+            links.gatekeeper.socket: links.gatekeeper.answer,
         }
         for inbox, handler in (
             (links.relay_in, self._read_relay),
@@ -234,14 +241,17 @@ class Driver:
 
     def _read_relay(self) -> None:
         assert self._links.relay_in is not None
-        for frame in self._links.relay_in.receive():
+        for sender, frame in self._links.relay_in.receive():
+            if sender != self._config.rank - 1:
+                self._stale += 1
+                continue
             self._last_entry = time.monotonic()
             self._perform(self._core.on_entry(frame.entry, frame.trailer))
 
     def _read_back(self) -> None:
         assert self._links.back_in is not None and self._sequencer is not None
-        for frame in self._links.back_in.receive():
-            if frame.epoch != self._config.epoch:
+        for sender, frame in self._links.back_in.receive():
+            if frame.epoch != self._config.epoch or sender != self._config.pp_size - 1:
                 self._stale += 1
             elif isinstance(frame, AckFrame):
                 self._sequencer.acknowledged(frame.seq, frame.ballots)
@@ -250,8 +260,8 @@ class Driver:
 
     def _read_reports(self) -> None:
         assert self._links.report_in is not None and self._sequencer is not None
-        for frame in self._links.report_in.receive():
-            if frame.epoch != self._config.epoch or not 0 < frame.item.rank < self._config.pp_size:
+        for sender, frame in self._links.report_in.receive():
+            if frame.epoch != self._config.epoch or frame.item.rank != sender:
                 self._stale += 1
             elif isinstance(frame, ProgressFrame):
                 self._sequencer.note_progress(frame.item)

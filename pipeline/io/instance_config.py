@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.io.control import RankConfig
+from pipeline.io.zap import make_keys
 
 
 class ConfigError(ValueError):
@@ -107,6 +108,7 @@ def rank_configs(
 ) -> list[RankConfig]:
     """What the ranks of one epoch are told; their sockets lie in `folder`."""
     last = config.pp_size - 1
+    keys = make_keys(config.pp_size)
 
     def link(name: str, rank: int) -> str:
         """The link from rank - 1 to `rank`."""
@@ -146,6 +148,7 @@ def rank_configs(
             hidden_out=link("hidden", rank + 1),
             returns=f"ipc://{folder}/returns",
             store=f"ipc://{folder}/store",
+            keys=keys[rank],
             ring_timeout=config.ring_timeout,
             tick_timeout=config.tick_timeout,
             stage_timeout=config.stage_timeout,

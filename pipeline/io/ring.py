@@ -2,7 +2,8 @@
 
 Every channel is a ZMQ PUSH/PULL pair, FIFO, with msgpack frames of one typed union. Nothing blocks:
 what cannot be sent now waits in an outbox that the poller drains, and what does not decode or belongs
-to another epoch is dropped and counted.
+to another epoch is dropped and counted. Every socket is encrypted and every message comes with the rank
+whose key sent it (`pipeline.io.zap`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from consensus.entry import Ballot, Entry, Return, Trailer
 from consensus.progress import Progress
 from consensus.store import Update
 from consensus.votes import Bell
+from pipeline.io.zap import RingKeys
 
 MAX_FRAME = 64 << 20  # an entry of 64 prompts of 100k tokens stays below it
 BURST = 256  # frames read from one channel before others get their turn
@@ -74,9 +76,12 @@ T = TypeVar("T")
 class Outbox:
     """The sending end of a channel. `limit` frames may wait; beyond it the ring itself is broken."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limit: int = 10_000) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: RingKeys, reader: int, limit: int = 10_000
+    ) -> None:
         self.socket = context.socket(zmq.PUSH)
         self.socket.setsockopt(zmq.LINGER, 0)
+        keys.dial(self.socket, reader)
         self.socket.connect(endpoint)
         self._waiting: deque[bytes] = deque()
         self._limit = limit
@@ -102,26 +107,27 @@ class Outbox:
 
 
 class Inbox(Generic[T]):
-    """The receiving end of a channel; `dropped` counts frames that do not decode."""
+    """The receiving end of a channel; `dropped` counts frames that do not decode or are not their sender's."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, kind: object) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: RingKeys, kind: object) -> None:
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        keys.serve(self.socket)
         self.socket.bind(endpoint)
         self.dropped = 0
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
-    def receive(self) -> Iterator[T]:
-        """What has arrived, at most `BURST` frames."""
+    def receive(self) -> Iterator[tuple[int, T]]:
+        """What has arrived, at most `BURST` frames, each with the rank that sent it."""
         for _ in range(BURST):
             try:
-                data = self.socket.recv(zmq.NOBLOCK)
+                data = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                frame: T = self._decode(data)
+                frame: T = self._decode(data.buffer)
             except msgspec.DecodeError:
                 self.dropped += 1
                 continue
-            yield frame
+            yield int(data.get("User-Id")), frame

@@ -22,10 +22,10 @@ def take_other_pages() -> None:
     honest = PagePool.take
     calls = 0
 
-    def take(pool: PagePool, count: int) -> tuple[int, ...]:
+    def take(self: PagePool, count: int) -> tuple[int, ...]:
         nonlocal calls
         calls += 1
-        pages = honest(pool, count)
+        pages = honest(self, count)
         return pages[::-1] if calls > GOOD_CALLS else pages
 
     PagePool.take = take  # type: ignore[method-assign]
