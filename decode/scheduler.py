@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-from consensus.entry import SPILL, Admission, Key, RequestSpec, TokenOut
+from consensus import entry
+from consensus.entry import Admission, Key, RequestSpec, TokenOut
+from decode import lifecycle
 from decode.lifecycle import (
     FILLING,
     GRANTED,
@@ -62,18 +64,18 @@ class DecodeReplica(Replica):
 
     def on_abort(self, request: Request, outcome: Outcome) -> None:
         match request.state:
-            case "prealloc" | "granted":
+            case lifecycle.PREALLOCATING | lifecycle.GRANTED:
                 self.end(request, outcome)
                 self.emit(StopRoom(request.key.room, outcome.reason))
                 self.finish(request)
-            case "transferring":
+            case lifecycle.TRANSFERRING:
                 self._quarantine(request, outcome)
-            case "spilling" | "filling":
+            case lifecycle.SPILLING | lifecycle.FILLING:
                 # The outcome goes out at once; the pages wait for the verdict on the copy.
                 request.ending = outcome
                 self.end(request, outcome)
                 self.leases.drop(request.key, REQUEST)
-            case "retracted":
+            case lifecycle.RETRACTED:
                 self.emit(DropHostCopy(request.key.room))
                 self._complete(request, outcome)
             case _ if request.ticks:
@@ -83,24 +85,24 @@ class DecodeReplica(Replica):
 
     def on_good(self, request: Request, topic: str, payload: bytes) -> None:
         match topic:
-            case "prealloc":
+            case entry.PREALLOC:
                 self.move(request, GRANTED)
-            case "transfer":
+            case entry.TRANSFER:
                 self.leases.drop(request.key, WRITER)
                 self._receive(request, self._decoder.decode(payload))
-            case "spill" | "fill":
-                self._copied(request, topic == SPILL)
+            case entry.SPILL | entry.FILL:
+                self._copied(request, topic == entry.SPILL)
             case _:
                 self.leases.drop(request.key, WRITER)
                 self.finish(request)
 
     def on_bad(self, request: Request, topic: str, reason: str) -> None:
         match topic:
-            case "prealloc":
+            case entry.PREALLOC:
                 self.on_abort(request, Outcome(ERROR, f"handshake with prefill failed: {reason}", 0, True))
-            case "transfer":
+            case entry.TRANSFER:
                 self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", 0, True))
-            case "spill" | "fill":
+            case entry.SPILL | entry.FILL:
                 self._copy_failed(request, reason)
             case _:
                 raise AssertionError("a fence cannot fail")
