@@ -3,7 +3,8 @@
 Every channel is a ZMQ PUSH/PULL pair, FIFO, with msgpack frames of one typed union. Nothing blocks:
 what cannot be sent now waits in an outbox that the poller drains, and what does not decode or belongs
 to another epoch is dropped and counted. Every socket is encrypted and every message comes with the rank
-whose key sent it (`pipeline.io.zap`).
+whose key sent it (`pipeline.io.zap`). Frames are numbered per sender: a reconnect can lose what was on its
+way, and a lost relay, acknowledgement or bell would leave the ranks waiting for ever, so a hole is fatal.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ ReportFrame = UpdateFrame | BellFrame | ProgressFrame
 T = TypeVar("T")
 
 
+_NUMBER = 8  # bytes before the body, big-endian
+
+
+class FramesLost(Exception):
+    """A sender's frames have a hole; the ring cannot go on from what is left."""
+
+
 class Outbox:
     """The sending end of a channel. `limit` frames may wait; beyond it the ring itself is broken."""
 
@@ -85,6 +93,7 @@ class Outbox:
         self.socket.connect(endpoint)
         self._waiting: deque[bytes] = deque()
         self._limit = limit
+        self._sent = 0
         self._encode = msgspec.msgpack.Encoder().encode
 
     def __len__(self) -> int:
@@ -94,7 +103,8 @@ class Outbox:
         """Queues a frame and sends what goes. Raises `OverflowError` when the reader has stopped reading."""
         if len(self._waiting) >= self._limit:
             raise OverflowError(f"{self._limit} frames wait for a rank that does not read")
-        self._waiting.append(self._encode(frame))
+        self._sent += 1
+        self._waiting.append(self._sent.to_bytes(_NUMBER, "big") + self._encode(frame))
         self.flush()
 
     def flush(self) -> None:
@@ -116,18 +126,24 @@ class Inbox(Generic[T]):
         keys.serve(self.socket)
         self.socket.bind(endpoint)
         self.dropped = 0
+        self._heard: dict[int, int] = {}  # sender → number of its last frame
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def receive(self) -> Iterator[tuple[int, T]]:
-        """What has arrived, at most `BURST` frames, each with the rank that sent it."""
+        """What has arrived, at most `BURST` frames, each with the rank that sent it. Raises `FramesLost`."""
         for _ in range(BURST):
             try:
                 data = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
-                frame: T = self._decode(data.buffer)
+                frame: T = self._decode(data.buffer[_NUMBER:])
             except msgspec.DecodeError:
                 self.dropped += 1
                 continue
-            yield int(data.get("User-Id")), frame
+            sender, number = int(data.get("User-Id")), int.from_bytes(data.buffer[:_NUMBER], "big")
+            expected = self._heard.get(sender, 0) + 1
+            if number != expected:
+                raise FramesLost(f"frame {expected} of rank {sender} was lost: frame {number} came")
+            self._heard[sender] = number
+            yield sender, frame

@@ -13,7 +13,7 @@ import zmq
 
 from consensus.entry import Key, StageKey
 from consensus.votes import Bell
-from pipeline.io.ring import AckFrame, BackFrame, BellFrame, Inbox, Outbox, ReportFrame
+from pipeline.io.ring import AckFrame, BackFrame, BellFrame, FramesLost, Inbox, Outbox, ReportFrame
 from pipeline.io.zap import Gatekeeper, RingKeys, make_keys
 
 PATIENCE = 10.0
@@ -87,17 +87,29 @@ def test_bytes_that_are_no_frame_are_dropped_and_counted(hub: Hub, keys: list[Ri
     wrong = [b"", b"\xc1", b"\xff" * 100, msgspec.msgpack.encode({"a": 1}), msgspec.msgpack.encode(["bell", 1])]
     wrong.append(msgspec.msgpack.encode(AckFrame(1, 5, ())))  # another channel's frame
     for data in wrong:
-        socket.send(data)
-    socket.send_multipart([b"two", b"parts"])
-    socket.send(msgspec.msgpack.encode(bell(1)))
+        socket.send(bytes(8) + data)
+    socket.send(b"short")
+    socket.send_multipart([b"the first", b"part is as bad as the second"])
+    socket.send((1).to_bytes(8, "big") + msgspec.msgpack.encode(bell(1)))
     heard = hub.pump(lambda heard: heard)
     assert [sender for sender, _ in heard] == [1]
-    assert hub.inbox.dropped == len(wrong) + 2
+    assert hub.inbox.dropped == len(wrong) + 3
     raw = plain.socket(plain.AF_UNIX)
     raw.connect(hub.endpoint.removeprefix("ipc://"))
     raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x00\xff" * 1000)
     assert hub.pump(seconds=0.3) == []
     raw.close()
+
+
+def test_a_lost_frame_is_noticed_and_fatal(hub: Hub, keys: list[RingKeys]) -> None:
+    socket = hub.context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 0)
+    keys[1].dial(socket, 0)
+    socket.connect(hub.endpoint)
+    for number in (1, 3):
+        socket.send(number.to_bytes(8, "big") + msgspec.msgpack.encode(bell(1)))
+    with pytest.raises(FramesLost, match="frame 2 of rank 1 was lost: frame 3 came"):
+        hub.pump()
 
 
 def test_a_reader_that_does_not_read_fills_a_bounded_outbox(tmp_path: Path, keys: list[RingKeys]) -> None:
