@@ -12,8 +12,9 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/proto
 export OMP_NUM_THREADS ?= 1
 ASK ?= What is the capital of France?
 ARGS ?=
+SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto idle clean
+.PHONY: help setup run test lint format proto sim mutate exhaustive spec soak idle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -41,6 +42,12 @@ format:  ## let ruff format and sort
 
 proto:  ## regenerate proto/paceline_proto from the .proto files
 	@$(PY) proto/generate.py
+
+sim: setup  ## run the simulator over SEEDS seeds of all profiles (SEEDS=20000)
+	@$(PY) -m sim.run --seeds 0:$(SEEDS) --jobs 2
+
+mutate: setup  ## plant each known bug and count the seeds until the simulator finds it
+	@$(PY) -m sim.mutate --jobs 2
 
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) bench/idle_cpu.py --start
