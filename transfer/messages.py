@@ -84,7 +84,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """A fence: every write of mine for this room has ended well, and there will be none."""
+    """A fence: no write of mine for this room can land any more. Each has ended well, or never began, or
+    its engine is destroyed and what the kernel still held of it has drained; and there will be no other."""
 
     room: Name
 

@@ -7,12 +7,18 @@ Invariants: what a peer says of a room the log has not opened is parked, or leav
 tombstone that fails the room when it opens; `Stop` of an ended or unknown room is
 answered with `Stopped`, since nothing is in flight and the tombstone keeps it so; a
 room with a handle in flight or of unknown fate is never forgotten, closed or not.
+
+A handle belongs to the engine that got it. Engines are counted: `retire_engine` ends
+the giving to one, `engine_replaced` says that it is destroyed (its handles read nothing
+any more: pages are released), `tail_passed` that nothing of it can land at a peer any
+more (only then `Stopped`). Each replacement has its own tail, so that a second one
+before the first one's tail has passed fences only what is its own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -40,6 +46,14 @@ class SendingStatus:
     reason: str
     in_flight: int
     unproven: int  # handles that ended badly: our pages and theirs may still be used by them
+    trailing: int  # handles of a destroyed engine: what the kernel took of them may still land in their pages
+
+
+@dataclass(slots=True)
+class _Handle:
+    room: SendingRoom
+    peer_rank: int
+    engine: int
 
 
 class SendingSide:
@@ -61,7 +75,8 @@ class SendingSide:
         self._over: Remembered[str] = Remembered(remembered)  # room -> reason
         self._parked_rooms, self._parked_pages = parked_rooms, parked_pages
         self._parked: Remembered[dict[Peer, Destinations]] = Remembered(parked_rooms)
-        self._handles: dict[int, tuple[SendingRoom, int]] = {}
+        self._handles: dict[int, _Handle] = {}
+        self._engine = 1  # the one that gets what is submitted now
         self._numbers = itertools.count(1)
 
     # ---- peers
@@ -72,7 +87,8 @@ class SendingSide:
         actions: list[SenderAction] = []
         for epoch in list(self._plans.get(peer.instance, {})):
             if epoch < peer.epoch:
-                actions += self.peer_lost(peer.instance, epoch, f"{peer.instance} restarted as epoch {peer.epoch}")
+                reason = f"{peer.instance} restarted as epoch {peer.epoch}"
+                actions += self.peer_lost(peer.instance, epoch, reason, dead=True)
         self._plans.setdefault(peer.instance, {}).setdefault(peer.epoch, plan)
         self._lost.pop(f"{peer.instance}#{peer.epoch}")
         for room in self._rooms.values():
@@ -85,9 +101,14 @@ class SendingSide:
         plan = self._plans.get(instance, {}).get(epoch)
         return None if plan is None else plan.destination
 
-    def peer_lost(self, instance: str, epoch: int, reason: str) -> list[SenderAction]:
-        """No rank of this incarnation can be counted on. Its rooms fail; their handles go on to their ends."""
-        self._lost.put(f"{instance}#{epoch}", reason)
+    def peer_lost(self, instance: str, epoch: int, reason: str, dead: bool) -> list[SenderAction]:
+        """No rank of this incarnation can be counted on. Its rooms fail; their handles go on to their ends.
+
+        `dead`: it will not come back, so rooms opened against it later fail at once. Silence ends the rooms
+        that wait for it, and is not held against the next one: a link may heal.
+        """
+        if dead:
+            self._lost.put(f"{instance}#{epoch}", reason)
         plans = self._plans.get(instance, {})
         plans.pop(epoch, None)
         if not plans:
@@ -174,17 +195,52 @@ class SendingSide:
         if handle not in self._handles:
             self.counters.stray += 1
             return []
-        room, peer_rank = self._handles[handle]
+        record = self._handles[handle]
         proven = error is None or quiet
         if proven:
             del self._handles[handle]
-        return self._ending(room, room.completed(peer_rank, handle, error, proven))
+        return self._ending(record.room, record.room.completed(record.peer_rank, handle, error, proven))
+
+    def wanted(self, handle: int) -> bool:
+        """Whether a handle that no engine has yet is worth giving to one."""
+        return handle in self._handles and not self._handles[handle].room.ended
+
+    def retire_engine(self, held: Iterable[int] = ()) -> int:
+        """The engine gets no more handles; these, which it never got, are for its successor. Returns its number."""
+        retired = self._engine
+        self._engine += 1
+        for handle in held:
+            self._handles[handle].engine = self._engine
+        return retired
+
+    def engine_replaced(self, engine: int) -> list[SenderAction]:
+        """That engine is destroyed, and all its handles with it, whatever was known of them."""
+        assert engine < self._engine, f"engine {engine} still gets handles"
+        actions: list[SenderAction] = []
+        for handle, record in list(self._handles.items()):
+            if record.engine <= engine:
+                del self._handles[handle]
+                ended = record.room.engine_replaced(record.peer_rank, handle, engine)
+                actions += self._ending(record.room, ended)
+        return actions
+
+    def trailing_peers(self, engine: int) -> tuple[Peer, ...]:
+        """In whose pages something of that destroyed engine may still land."""
+        flows = [flow for room in self._rooms.values() for flow in room.flows.values()]
+        return tuple(dict.fromkeys(flow.peer for flow in flows if engine in flow.trailing.values()))
+
+    def tail_passed(self, engine: int, peer: Peer) -> list[SenderAction]:
+        """Nothing of that destroyed engine can land at this peer any more: its fence."""
+        actions: list[SenderAction] = []
+        for room in list(self._rooms.values()):
+            actions += self._ending(room, room.tail_passed(peer, engine))
+        return actions
 
     # ---- status
 
     def rooms(self) -> tuple[SendingStatus, ...]:
         return tuple(
-            SendingStatus(room.room, room.state.value, room.reason, room.pending, room.unproven)
+            SendingStatus(room.room, room.state.value, room.reason, room.pending, room.unproven, room.trailing)
             for room in self._rooms.values()
         )
 
@@ -194,11 +250,14 @@ class SendingSide:
     def unproven(self) -> int:
         return sum(room.unproven for room in self._rooms.values())
 
+    def trailing(self) -> int:
+        return sum(room.trailing for room in self._rooms.values())
+
     # ---- inside
 
     def _allocate(self, room: SendingRoom, peer_rank: int) -> int:
         handle = next(self._numbers)
-        self._handles[handle] = (room, peer_rank)
+        self._handles[handle] = _Handle(room, peer_rank, self._engine)
         return handle
 
     def _on_destinations(self, peer: Peer, message: Destinations) -> list[SenderAction]:
@@ -252,7 +311,8 @@ class SendingSide:
             if isinstance(action, Observe) and action.room == room.room:
                 self.counters.done += action.topic == "transfer" and action.good
                 self.counters.failed += not action.good
-        if room.closed and room.quiet:
+        if not room.closed:
+            return actions
+        if room.quiet:
             self._rooms.pop(room.room, None)
-            return [action for action in actions if not isinstance(action, Observe)]
-        return actions
+        return [action for action in actions if not isinstance(action, Observe)]

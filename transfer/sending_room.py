@@ -9,8 +9,10 @@ destinations it gets (or by the log); each target of the plan is a `Flow`.
 
 Invariants: nothing is submitted outside `sending`, hence nothing after `Stopped`;
 `Finished` and `Stopped` are said to a target only when each handle that writes to it
-has ended well; a handle that ended badly is *unproven*, it may still read our pages
-and write theirs, so it blocks both `Stopped` and the release of our own pages.
+has ended well or is proven quiet; a handle that ended badly is *unproven*, it may still
+read our pages and write theirs, so it blocks both `Stopped` and the release of our own
+pages. The end of its engine makes it *trailing*: it reads nothing any more, so our pages
+are released, but what the kernel took of it may still land, so `Stopped` waits.
 """
 
 from __future__ import annotations
@@ -55,14 +57,21 @@ class Flow:
     sent: list[int] = field(default_factory=list)  # per layer of the target: positions submitted
     pending: dict[int, None] = field(default_factory=dict)
     unproven: dict[int, None] = field(default_factory=dict)
+    trailing: dict[int, int] = field(default_factory=dict)  # handle -> the replacement that ended its engine
     slices: int = 0
     finished: Finished | None = None
     acked: bool = False
     stopped: bool = False
 
     @property
-    def quiet(self) -> bool:
+    def source_quiet(self) -> bool:
+        """Nothing reads our pages for it."""
         return not self.pending and not self.unproven
+
+    @property
+    def quiet(self) -> bool:
+        """Nor can anything of it land."""
+        return self.source_quiet and not self.trailing
 
 
 class SendingRoom:
@@ -109,6 +118,10 @@ class SendingRoom:
     @property
     def unproven(self) -> int:
         return sum(len(flow.unproven) for flow in self.flows.values())
+
+    @property
+    def trailing(self) -> int:
+        return sum(len(flow.trailing) for flow in self.flows.values())
 
     def fits(self, instance: str, epoch: int) -> bool:
         return self.instance == instance and self.epoch in (0, epoch)
@@ -174,6 +187,23 @@ class SendingRoom:
         if error is not None:
             actions += self.fail(f"write to {flow.peer.instance} rank {flow.peer.rank}: {error}")
         return actions + (self._settle() if self.ended else self._advance())
+
+    def engine_replaced(self, peer_rank: int, handle: int, engine: int) -> list[SenderAction]:
+        """The handle's engine is destroyed: it reads our pages no more, and what is on its way may still land."""
+        flow = self.flows[peer_rank]
+        flow.pending.pop(handle, None)
+        flow.unproven.pop(handle, None)
+        flow.trailing[handle] = engine
+        reason = f"the transfer engine was replaced before a write to {flow.peer.instance} rank {flow.peer.rank} ended"
+        return self.fail(reason) + self._settle()
+
+    def tail_passed(self, peer: Peer, engine: int) -> list[SenderAction]:
+        flow = self.flows.get(peer.rank)
+        if flow is None or flow.peer != peer:
+            return []
+        for handle in [handle for handle, ended in flow.trailing.items() if ended == engine]:
+            del flow.trailing[handle]
+        return self._settle()
 
     def acked(self, peer: Peer) -> list[SenderAction]:
         flow = self.flows.get(peer.rank)
@@ -290,7 +320,7 @@ class SendingRoom:
         return [Send(flow.peer, flow.finished)]
 
     def _settle(self) -> list[SenderAction]:
-        """Failed: fence each target as soon as its own handles have ended well."""
+        """Failed: fence each target as soon as its own handles have ended well or are proven quiet."""
         actions: list[SenderAction] = []
         if self.state is Sending.FAILED:
             for flow in self.flows.values():
@@ -301,4 +331,5 @@ class SendingRoom:
         return actions
 
     def _release(self) -> list[SenderAction]:
-        return self._observe("release", True) if self.quiet else []
+        source_quiet = self.ended and all(flow.source_quiet for flow in self.flows.values())
+        return self._observe("release", True) if source_quiet else []

@@ -25,6 +25,7 @@ ASK_AGAIN = 5.0  # seconds between questions about an instance that rooms wait f
 # Seconds for which sockets of a dead process may still deliver, with the kernel settings that
 # docs/operations.md asks for; measured below 15 s.
 TAIL = 20.0
+MOST_PER_TICK = 2.0
 
 
 class DecodePort:
@@ -36,7 +37,8 @@ class DecodePort:
         self._addresses: dict[str, str] = {}  # instance → gRPC address it was last named with
         self._epochs: dict[str, int] = {}  # instance → the incarnation whose ranks we know
         self._asked: dict[str, float] = {}
-        self._dying: list[tuple[float, str, int]] = []  # (when its tail has passed, instance, epoch)
+        self._dying: list[tuple[float, str, int]] = []  # (seconds its tail has still to run, instance, epoch)
+        self._last_tick = time.monotonic()
 
     def register(self, poller: zmq.Poller) -> None:
         self._port.register(poller)
@@ -76,9 +78,12 @@ class DecodePort:
         for instance, _ in self._port.side.awaited():
             if now - self._asked.get(instance, 0.0) > ASK_AGAIN:
                 self._ask(instance, 0)
-        for item in [item for item in self._dying if item[0] <= now]:
-            self._dying.remove(item)
-            seen += self._seen(self._port.peer_dead(item[1], item[2], f"{item[1]} epoch {item[2]} is dead"))
+        # A rank that stood still has not yet taken what waits in its own kernel: only time it lived through counts.
+        passed, self._last_tick = min(now - self._last_tick, MOST_PER_TICK), now
+        dying = [(left - passed, instance, epoch) for left, instance, epoch in self._dying]
+        self._dying = [item for item in dying if item[0] > 0]
+        for _, instance, epoch in (item for item in dying if item[0] <= 0):
+            seen += self._seen(self._port.peer_dead(instance, epoch, f"{instance} epoch {epoch} is dead"))
         return seen
 
     def status(self) -> tuple[int, int, dict[str, int], dict[str, int]]:
@@ -104,7 +109,7 @@ class DecodePort:
         known = self._epochs.get(found.instance, 0)
         if there.epoch > known:
             if known:
-                self._dying.append((time.monotonic() + TAIL, found.instance, known))
+                self._dying.append((TAIL, found.instance, known))
             self._epochs[found.instance] = there.epoch
         addresses = [rank.link_address for rank in found.description.ranks]
         return self._seen(self._port.introduce(found.instance, addresses))

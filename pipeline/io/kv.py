@@ -1,7 +1,8 @@
 """Where this rank's KV lies, in the words of `transfer`. Geometry only.
 
 In: the rank's configuration and the stage's pool. Out: the instance's topology, this rank's region
-table, its transfer engine with the pool registered, and the terms a peer must agree with.
+table, its transfer engine with the pool registered, how to make another such engine, and the terms a
+peer must agree with.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 from pipeline.io.control import RankConfig
 from transfer.actions import Peer
 from transfer.io.engine import TransferEngine, make_engine
+from transfer.io.engine_slot import EngineFactory
 from transfer.messages import Terms
 from transfer.plan import Shard, Topology
 from transfer.regions import RegionTable
@@ -49,6 +51,7 @@ class TransferParts:
     topology: Topology
     regions: RegionTable
     engine: TransferEngine
+    engine_factory: EngineFactory  # for a sender: its engine is replaced once a write's fate stays unknown
     terms: Terms
 
 
@@ -66,12 +69,22 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
         bytes_per_token=pool.bytes_per_token,
         bases=tuple(tuple(pair) for pair in bases.values()),
     )
-    engine = make_engine(config.transfer_backend, config.host, config.transfer_device)
-    engine.register(pool.base_address, pool.nbytes)
+
+    def engine_factory() -> TransferEngine:
+        engine = make_engine(config.transfer_backend, config.host, config.transfer_device)
+        try:
+            engine.register(pool.base_address, pool.nbytes)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    engine = engine_factory()
     return TransferParts(
         identity=Peer(config.instance, config.epoch, config.rank),
         topology=Topology(shards, pool.page_size, 2 * pool.bytes_per_token),
         regions=regions,
         engine=engine,
+        engine_factory=engine_factory,
         terms=Terms(model=config.model_digest, kv_dtype=config.dtype, cache="kv", backend=engine.name),
     )

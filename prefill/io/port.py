@@ -48,16 +48,22 @@ class PrefillPort:
         return _seen(self._port.tick())
 
     def status(self) -> tuple[int, int, dict[str, int], dict[str, int]]:
-        side, engine, link = self._port.side, self._port.engine, self._port.link.counters
+        side, slot, link = self._port.side, self._port.slot, self._port.link.counters
+        engines = slot.counters()
         counters = {
-            "kv_bytes_sent": engine.counters.bytes_done,
+            "kv_bytes_sent": engines.bytes_done,
             "transfers_done": side.counters.done,
             "transfers_failed": side.counters.failed,
-            "handles_failed": engine.counters.handles_failed,
+            "handles_failed": engines.handles_failed,
+            "engine_replacements": slot.replacements,
             "frames_dropped": link.malformed + link.unbound,
         }
-        queues = {"unproven_handles": side.unproven()}
-        return len(side.rooms()), engine.handles_outstanding, queues, counters
+        queues = {
+            "unproven_handles": side.unproven(),  # they hold our pages until their engine is replaced
+            "trailing_handles": side.trailing(),  # they hold pages of decode ranks until the tail has passed
+            "held_writes": self._port.held,
+        }
+        return len(side.rooms()), slot.handles_outstanding, queues, counters
 
     def close(self) -> None:
         self._port.close_port()

@@ -19,7 +19,14 @@ def make_port(config: RankConfig, stage: Any, context: zmq.Context[zmq.Socket[by
     """The port, the address its link listens on, and the transfer backend."""
     parts = transfer_parts(config, stage.kv_pool)
     port = SendingPort(
-        parts.identity, parts.topology, parts.regions, parts.engine, parts.terms, config.host, context=context
+        parts.identity,
+        parts.topology,
+        parts.regions,
+        parts.engine,
+        parts.terms,
+        config.host,
+        context=context,
+        engine_factory=parts.engine_factory,
     )
     layers = (config.layer_begin, config.layer_end)
     return PrefillPort(port, layers, config.rank == config.pp_size - 1), port.address, parts.engine.name

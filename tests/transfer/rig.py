@@ -25,8 +25,8 @@ def terms(backend: str) -> Terms:
     return Terms(model="m", kv_dtype="uint8", cache="kv", backend=backend)
 
 
-def engine_for(backend: str, pool: Pool) -> TransferEngine:
-    engine = make_engine(backend, HOST)
+def engine_for(backend: str, pool: Pool, handle_deadline: float = 20.0) -> TransferEngine:
+    engine = make_engine(backend, HOST, handle_deadline=handle_deadline)
     for bases in pool.regions.bases:
         for base in bases:
             engine.register(base, pool.regions.nbytes)

@@ -115,3 +115,29 @@ def test_the_death_of_a_prefill_ends_and_fences_its_rooms(prefill: int, decode: 
         ("prealloc", False),
         ("release", True),
     ]
+
+
+@given(sizes, sizes, seeds)
+@settings(max_examples=120, deadline=None)
+def test_replaced_engines_release_everything_and_no_late_write_meets_a_released_page(
+    prefill: int, decode: int, seed: int
+) -> None:
+    made = world(prefill, decode, seed, rooms=3)
+    made.run(400, failures=0.03, stops=0.002, replacements=0.08)
+    for room in made.rooms.values():
+        if not room.stopped:
+            made.stop(room)
+    made.settle_engines()
+    made.settle()
+    assert sum(side.unproven() + side.trailing() + side.in_flight() for side in made.senders) == 0
+    for room in made.rooms.values():
+        for rank, receiver in enumerate(made.receivers):
+            if room.name in [status.room for status in receiver.rooms()]:
+                assert made.told[DECODE, rank, room.name, "release"].good
+                made.received(rank, receiver.close(room.name))
+        for rank, sender in enumerate(made.senders):
+            if room.written[rank] >= 0:
+                assert made.told[PREFILL, rank, room.name, "release"].good
+                made.sent(rank, sender.close(room.name))
+    assert not any(side.rooms() for side in made.senders)
+    assert not any(side.rooms() for side in made.receivers)

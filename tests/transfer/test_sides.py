@@ -180,7 +180,7 @@ def test_bootstrap_needs_every_target() -> None:
 def test_a_lost_decode_ends_its_rooms_now_and_later() -> None:
     side = sender()
     ready(side)
-    assert side.peer_lost("d", 1, "silent")[0] == Observe("r/0", "transfer", False, "silent")
+    assert side.peer_lost("d", 1, "silent", dead=True)[0] == Observe("r/0", "transfer", False, "silent")
     assert side.open("s/0", "d", 1, 4) == [
         Observe("s/0", "bootstrap", False, "silent"),
         Observe("s/0", "release", True),

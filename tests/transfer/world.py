@@ -37,7 +37,21 @@ class Flight:
     rank: int
     submit: Submit
     writes: list[tuple[int, int, int]]  # layer, source offset, destination offset: one token each
+    engine: int = 1
     failed: bool = False
+
+
+@dataclass
+class Orphan:
+    """What the kernel took of a write whose engine is destroyed."""
+
+    rank: int
+    engine: int
+    room: str
+    to: int
+    layer: int
+    offset: int
+    position: int
 
 
 class World:
@@ -56,6 +70,10 @@ class World:
         ] = {}  # rank, layer, offset -> room, layer, position
         self.stopped_said: dict[tuple[int, str, int], bool] = {}  # source rank, room, destination rank
         self.dead = False
+        self.engines = [1] * len(self.senders)
+        self.retired: list[tuple[int, int]] = []  # source rank, engine: gets nothing more, still writes
+        self.tails: list[tuple[int, int, Peer]] = []
+        self.orphans: list[Orphan] = []
         for rank in range(len(destination.shards)):
             for sender in self.senders:
                 self.sent(sender.rank, sender.peer_connected(Peer(DECODE, 1, rank), destination))
@@ -90,7 +108,7 @@ class World:
                         for src, dst, tokens in action.runs
                         for i in range(tokens)
                     ]
-                    self.flights.append(Flight(rank, action, writes))
+                    self.flights.append(Flight(rank, action, writes, self.engines[rank]))
 
     def received(self, rank: int, actions: Sequence[ReceiverAction]) -> None:
         for action in actions:
@@ -126,17 +144,68 @@ class World:
                 self.sent(flight.rank, self.senders[flight.rank].completed(flight.submit.handle, None))
 
     def write(self, flight: Flight, layer: int, src: int, dst: int) -> None:
-        room, to = self.rooms[flight.submit.room], flight.submit.peer.rank
-        assert (DECODE, to, room.name, "release") not in self.told, f"a write of {room.name} landed after its release"
+        self.arrive(self.orphan(flight, layer, src, dst))
+
+    def orphan(self, flight: Flight, layer: int, src: int, dst: int) -> Orphan:
+        room = self.rooms[flight.submit.room]
         page, within = divmod(src, self.source.page_size)
         position = room.src_pages.index(page) * self.source.page_size + within
-        self.memory[to, layer, dst] = (room.name, layer, position)
+        return Orphan(flight.rank, flight.engine, room.name, flight.submit.peer.rank, layer, dst, position)
+
+    def arrive(self, bytes_: Orphan) -> None:
+        released = (DECODE, bytes_.to, bytes_.room, "release") in self.told
+        assert not released, f"a write of {bytes_.room} landed after its release"
+        self.memory[bytes_.to, bytes_.layer, bytes_.offset] = (bytes_.room, bytes_.layer, bytes_.position)
 
     def fail_a_handle(self) -> None:
         flight = self.random.choice(self.flights)
         if not flight.failed and not self.dead:
             flight.failed = True
             self.sent(flight.rank, self.senders[flight.rank].completed(flight.submit.handle, "cut"))
+
+    def replace_an_engine(self) -> None:
+        """One step of it: the engine gets nothing more; it is destroyed; a tail passes; or some of a tail lands."""
+        choice = self.random.random()
+        if self.dead:
+            return
+        if choice < 0.3:
+            rank = self.random.randrange(len(self.senders))
+            self.retired.append((rank, self.senders[rank].retire_engine()))
+            self.engines[rank] += 1
+        elif choice < 0.6 and self.retired:
+            self.destroy_an_engine(*self.retired.pop(0))
+        elif choice < 0.8 and self.tails:
+            self.pass_a_tail(*self.tails.pop(self.random.randrange(len(self.tails))))
+        elif self.orphans:
+            self.arrive(self.orphans.pop(self.random.randrange(len(self.orphans))))
+
+    def destroy_an_engine(self, rank: int, engine: int) -> None:
+        cut = [flight for flight in self.flights if flight.rank == rank and flight.engine <= engine]
+        self.flights = [flight for flight in self.flights if flight not in cut]
+        for flight in cut:
+            flight.engine = engine
+            for layer, src, dst in flight.writes[: self.random.randint(0, len(flight.writes))]:
+                self.orphans.append(self.orphan(flight, layer, src, dst))
+        self.sent(rank, self.senders[rank].engine_replaced(engine))
+        self.tails += [(rank, engine, peer) for peer in self.senders[rank].trailing_peers(engine)]
+
+    def pass_a_tail(self, rank: int, engine: int, peer: Peer) -> None:
+        mine = [one for one in self.orphans if (one.rank, one.engine, one.to) == (rank, engine, peer.rank)]
+        self.orphans = [one for one in self.orphans if one not in mine]
+        for one in mine:
+            if self.random.random() < 0.5:
+                self.arrive(one)
+        self.sent(rank, self.senders[rank].tail_passed(engine, peer))
+
+    def settle_engines(self) -> None:
+        """Every engine is replaced, and every tail passes."""
+        for rank, side in enumerate(self.senders):
+            self.retired.append((rank, side.retire_engine()))
+            self.engines[rank] += 1
+        while self.retired:
+            self.destroy_an_engine(*self.retired.pop(0))
+        while self.tails:
+            self.pass_a_tail(*self.tails.pop())
 
     def step_log(self, room: Room) -> None:
         """One thing the two logs would let some rank do for this room."""
@@ -210,7 +279,7 @@ class World:
 
     # ---- runs
 
-    def run(self, steps: int, stops: float = 0.0, failures: float = 0.0) -> None:
+    def run(self, steps: int, stops: float = 0.0, failures: float = 0.0, replacements: float = 0.0) -> None:
         for _ in range(steps):
             room = self.random.choice(list(self.rooms.values()))
             choice = self.random.random()
@@ -218,6 +287,8 @@ class World:
                 self.stop(room)
             elif stops <= choice < stops + failures and self.flights:
                 self.fail_a_handle()
+            elif stops + failures <= choice < stops + failures + replacements:
+                self.replace_an_engine()
             elif choice < 0.4 and self.messages:
                 self.deliver()
             elif choice < 0.6 and self.flights:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +43,8 @@ class Completion:
 
 @dataclass(slots=True)
 class EngineCounters:
+    """Of one engine; `add` sums them up over those that a rank has had."""
+
     bytes_submitted: int = 0
     bytes_done: int = 0  # by the library's own completions
     handles_submitted: int = 0
@@ -50,6 +52,10 @@ class EngineCounters:
     handles_failed: int = 0
     handles_unknown: int = 0  # past their deadline: reported, still watched
     writes_done: int = 0
+
+    def add(self, other: EngineCounters) -> None:
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 class TransferEngine(Protocol):
@@ -66,7 +72,10 @@ class TransferEngine(Protocol):
     def submit(self, handle: int, peer_key: str, writes: Sequence[Write]) -> None: ...
     def poll(self) -> list[Completion]: ...
     def drop(self, peer_key: str) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> bool:
+        """True: it is destroyed, and nothing of it reads a source page any more. False: it hangs; ask again.
+
+        What it had reported before can still be polled. May be called from another thread than the rest."""
 
 
 class Completions:
@@ -88,7 +97,8 @@ class Completions:
         with self._lock:
             if not self._queue:
                 return []
-            os.eventfd_read(self.fd)
+            if not self._closed:
+                os.eventfd_read(self.fd)
             taken = list(self._queue)
             self._queue.clear()
             return taken

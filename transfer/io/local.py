@@ -115,5 +115,9 @@ class LocalEngine:
     def drop(self, peer_key: str) -> None:
         self._peers.pop(peer_key, None)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        for flight in list(self.network.flights):
+            if flight.engine is self:
+                self.network.flights.remove(flight)
         self._completions.close()
+        return True

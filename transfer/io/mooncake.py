@@ -16,7 +16,10 @@ import contextlib
 import importlib
 import ipaddress
 import os
+import socket
+import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -152,8 +155,15 @@ class MooncakeDriver:
             peer.dropped = True
 
     def close(self) -> None:
+        """Nothing of ours was seen to land afterwards on a live link; on another one the kernel's tail may."""
         self._peers.clear()
-        self._engine = None  # destroys it: nothing of ours lands afterwards on a live link
+        if self._engine is None:
+            return
+        _free_listener(self._host, self._engine.get_rpc_port())
+        alive = weakref.ref(self._engine)
+        self._engine = None
+        if alive() is not None:
+            raise RuntimeError("something still refers to the Mooncake engine")
 
     # ---- inside
 
@@ -221,6 +231,37 @@ def _session(endpoint: bytes) -> str | None:
         ipaddress.ip_address(host)
         return text
     return text if host.replace("-", "").replace(".", "").isalnum() else None
+
+
+def _free_listener(host: str, port: int) -> None:
+    """The library's end joins its listening thread, and holds Python's lock meanwhile: a second while that sits
+    in accept(), a minute while somebody connected and says nothing. So accept() gets a short timeout, for which
+    it must be knocked at once, and connections to it are cut, before the engine is destroyed."""
+    for _ in range(20):
+        cut = _cut_connections(port)
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=0.5):
+            pass
+        time.sleep(0.02)
+        if not cut:
+            break
+
+
+def _cut_connections(port: int) -> bool:
+    """Those accepted at that port of this process. Whether there were any."""
+    cut = False
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as ours:
+                if ours.getsockname()[1] != port:
+                    continue
+                if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 5000))
+                else:
+                    ours.shutdown(socket.SHUT_RDWR)
+                    cut = True
+    return cut
 
 
 def _listeners() -> frozenset[str]:

@@ -15,6 +15,7 @@ import os
 import time
 import types
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -158,7 +159,10 @@ class NixlDriver:
     def close(self) -> None:
         """Active handles are left to the agent's end: releasing one is neither a cancel nor safe."""
         self._peers.clear()
+        alive = None if self._agent is None else weakref.ref(self._agent.agent)
         self._agent = None
+        if alive is not None and alive() is not None:
+            raise RuntimeError("something still refers to the NIXL agent")
 
     # ---- inside
 

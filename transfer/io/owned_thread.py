@@ -39,7 +39,8 @@ class Driver(Protocol):
     def advance(self) -> list[Completion]: ...
     def outstanding(self) -> bool: ...
     def drop(self, peer_key: str) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Raises if the library's engine is not destroyed afterwards."""
 
 
 class OwnedThread:
@@ -53,6 +54,7 @@ class OwnedThread:
         self._completions = Completions()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unreported: dict[int, None] = {}  # the caller's thread only
+        self._destroyed = False
         self._thread = threading.Thread(target=self._run, name=f"transfer-{driver.name}", daemon=True)
         self._thread.start()
         try:
@@ -101,13 +103,14 @@ class OwnedThread:
     def drop(self, peer_key: str) -> None:
         self._commands.put(lambda: self._driver.drop(peer_key))
 
-    def close(self) -> None:
-        """Destroys the library's engine. Bounded: a library that hangs is left behind."""
+    def close(self) -> bool:
+        """Destroys the library's engine. Bounded: a library that hangs is left behind, and False says so."""
         self._commands.put(None)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
             log.error("%s did not close within %.0f s", self.name, CLOSE_TIMEOUT)
         self._completions.close()
+        return self._destroyed
 
     # ---- inside
 
@@ -147,7 +150,11 @@ class OwnedThread:
             self._guarded(lambda: self._completions.put(self._driver.advance()))
             if self.counters.writes_done != before:
                 wait = FASTEST
-        self._guarded(self._driver.close)
+        self._guarded(self._end)
+
+    def _end(self) -> None:
+        self._driver.close()
+        self._destroyed = True
 
     def _begin(self, handle: int, peer_key: str, writes: Sequence[Write]) -> None:
         try:

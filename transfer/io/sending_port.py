@@ -11,6 +11,12 @@
 Every method returns the observations it led to, at once or never: nothing is called back.
 All calls come from the rank's one control thread and none of them blocks; only the
 engine's own start (`register`, `endpoint`) does. `close_port` destroys the engine.
+
+With an `engine_factory`, an engine with handles of unknown fate is replaced (see
+`EngineSlot`): its end releases our pages, and `limits.tail` later `Stopped` is said for
+theirs. A new engine writes only to a peer that was heard since its start was begun: the
+first contact with a mute one can freeze a library. Submits that must wait are held, at
+most `HELD` and `limits.hold` seconds; after that their rooms fail, with the reason.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import zmq
 
@@ -27,11 +34,15 @@ from ..handshake import misfit, objection, unspecified
 from ..messages import Frame, Hello, Ping, Pong, Refused, Reset, Terms, Welcome
 from ..plan import Topology
 from ..regions import RegionError, RegionTable, resolve
+from ..replacement import DEFAULT_LIMITS, ReplacementLimits, Tails
 from ..sender import SendingSide
-from .engine import TransferEngine
+from .engine import EngineCounters, TransferEngine
+from .engine_slot import Destroyed, EngineFactory, EngineSlot, Retired, SlotEvent, Started, Starting
 from .link import LinkServer
 
 log = logging.getLogger(__name__)
+
+HELD = 4096  # submits that wait
 
 
 class SendingPort:
@@ -46,35 +57,65 @@ class SendingPort:
         peer_timeout: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        engine_factory: EngineFactory | None = None,
+        limits: ReplacementLimits = DEFAULT_LIMITS,
     ) -> None:
-        """`regions` must be registered with the engine already; `terms.backend` is the engine's name."""
+        """`regions` must be registered with the engine already; `terms.backend` is the engine's name.
+
+        `engine_factory` makes another such engine, on a thread of its own. Without it none is ever replaced."""
         if unspecified(host):
             raise ValueError(f"the link needs an address that decode ranks can reach, not {host!r}")
         if (reason := misfit(regions, topology, identity.rank)) is not None:
             raise ValueError(reason)
         assert terms.backend == engine.name
-        self.identity, self.engine = identity, engine
+        self.identity = identity
+        self.slot = EngineSlot(engine, engine_factory, limits)
+        self.tails = Tails(limits)
         self.side = SendingSide(identity.rank, topology, identity.rank == len(topology.shards) - 1)
         self.link = LinkServer(f"tcp://{host}:0", identity, context or zmq.Context.instance(), peer_timeout)
         self.address = self.link.address
         self._terms, self._topology, self._regions, self._host = terms, topology, regions, host
-        self._clock = clock
+        self._clock, self._limits = clock, limits
         self._peers: dict[Peer, Hello] = {}
+        self._unheard: dict[Peer, None] = {}  # since the start of a new engine was begun
+        self._unreached: dict[Peer, None] = {}  # of those, which the engine that serves does not know therefore
+        self._held: dict[int, tuple[Submit, float]] = {}  # by handle, with the moment it is given up
+        self._retired = 0
+        self._registered: dict[zmq.Poller, tuple[int, ...]] = {}
+
+    @property
+    def engine(self) -> TransferEngine:
+        """The latest."""
+        return self.slot.latest
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    def counters(self) -> EngineCounters:
+        """Of all engines so far."""
+        return self.slot.counters()
 
     # ---- the loop
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self.link.socket, zmq.POLLIN)
-        poller.register(self.engine.completion_fd, zmq.POLLIN)
+        wanted = self.slot.descriptors()
+        for descriptor in self._registered.get(poller, ()):
+            if descriptor not in wanted:
+                poller.unregister(descriptor)
+        for descriptor in wanted:
+            poller.register(descriptor, zmq.POLLIN)
+        self._registered[poller] = wanted
 
     def on_readable(self) -> list[Observe]:
         now = self._clock()
         observed: list[Observe] = []
         for route, frame in self.link.receive(now):
             observed += self._on_frame(route, frame, now)
-        for completion in self.engine.poll():
+        for completion in self.slot.poll(now):
             observed += self._apply(self.side.completed(completion.handle, completion.error, completion.quiet))
-        return observed
+        return observed + self._replace(now)
 
     def tick(self) -> list[Observe]:
         now = self._clock()
@@ -84,10 +125,15 @@ class SendingPort:
             wanted = (peer.instance, peer.epoch) in awaited or (peer.instance, 0) in awaited
             binding.liveness.watch(now, wanted)
             if binding.liveness.lost(now):
-                observed += self.peer_lost(peer.instance, peer.epoch, f"no word from {_name(peer)}")
+                observed += self.peer_lost(peer.instance, peer.epoch, f"no word from {_name(peer)}", dead=False)
             elif binding.liveness.ping_due(now):
                 self.link.send(peer, Ping())
-        return observed
+        for peer in self.tails.unheard(now):
+            if peer in self.link.bindings:
+                self.link.send(peer, Ping())
+        for engine, peer in self.tails.passed(now):
+            observed += self._apply(self.side.tail_passed(engine, peer))
+        return observed + self._replace(now)
 
     # ---- the log and the executor
 
@@ -109,23 +155,25 @@ class SendingPort:
     def close(self, room: str) -> list[Observe]:
         return self._apply(self.side.close(room))
 
-    def peer_lost(self, instance: str, epoch: int, reason: str) -> list[Observe]:
-        """Also for what the rank hears elsewhere, from the registry for one."""
+    def peer_lost(self, instance: str, epoch: int, reason: str, dead: bool) -> list[Observe]:
+        """`dead`: it will not come back; also for what the rank hears elsewhere, from the registry for one."""
         log.warning("decode instance %s epoch %d is lost: %s", instance, epoch, reason)
         for peer in [peer for peer in self._peers if (peer.instance, peer.epoch) == (instance, epoch)]:
             self.link.forget(peer)
-            self.engine.drop(_key(peer))
+            self.slot.drop(_key(peer))
             del self._peers[peer]
-        return self._apply(self.side.peer_lost(instance, epoch, reason))
+            self._unreached.pop(peer, None)
+        return self._apply(self.side.peer_lost(instance, epoch, reason, dead))
 
     def close_port(self) -> None:
         self.link.close()
-        self.engine.close()
+        self.slot.close()
 
     # ---- inside
 
     def _on_frame(self, route: bytes, frame: Frame, now: float) -> list[Observe]:
         peer = Peer(frame.instance, frame.epoch, frame.rank)
+        self._heard(peer, now)
         match frame.body:
             case Hello() as hello:
                 return self._on_hello(route, frame, peer, hello, now)
@@ -146,11 +194,12 @@ class SendingPort:
             self.link.answer(route, frame, Refused(reason[:1000]))
             return []
         self._peers[peer] = hello
-        self.engine.connect(_key(peer), hello.endpoint)
+        self._connect(peer)
         older = [old for old in self._peers if old.instance == peer.instance and old.epoch < peer.epoch]
         observed: list[Observe] = []
         for epoch in dict.fromkeys(old.epoch for old in older):
-            observed += self.peer_lost(peer.instance, epoch, f"it restarted as epoch {peer.epoch}")
+            observed += self.peer_lost(peer.instance, epoch, f"it restarted as epoch {peer.epoch}", dead=True)
+        self.tails.gone(peer.instance, peer.epoch - 1)
         return observed + self._apply(self.side.peer_connected(peer, hello.topology))
 
     def _refusal(self, peer: Peer, hello: Hello) -> str | None:
@@ -181,14 +230,79 @@ class SendingPort:
         return observed
 
     def _submit(self, submit: Submit) -> list[SenderAction]:
-        hello = self._peers.get(submit.peer)
-        if hello is None:
+        if submit.peer in self._peers and (self.slot.engine is None or submit.peer in self._unreached):
+            if len(self._held) >= HELD:
+                return self.side.completed(submit.handle, "too many writes wait for a transfer engine", quiet=True)
+            self._held[submit.handle] = (submit, self._clock() + self._limits.hold)
+            return []
+        return self._give(submit)
+
+    def _give(self, submit: Submit) -> list[SenderAction]:
+        hello, engine = self._peers.get(submit.peer), self.slot.engine
+        if hello is None or engine is None:
             return self.side.completed(submit.handle, "the peer is not connected", quiet=True)
         try:
             writes = resolve(self._regions, hello.regions, submit.layers, submit.heads, submit.runs)
         except RegionError as error:
             return self.side.completed(submit.handle, str(error), quiet=True)
-        self.engine.submit(submit.handle, _key(submit.peer), writes)
+        engine.submit(submit.handle, _key(submit.peer), writes)
+        return []
+
+    # ---- inside: the replacement of the engine
+
+    def _connect(self, peer: Peer) -> None:
+        """Only to a peer that was just heard."""
+        self._unreached.pop(peer, None)
+        if (engine := self.slot.engine) is not None:
+            engine.connect(_key(peer), self._peers[peer].endpoint)
+
+    def _heard(self, peer: Peer, now: float) -> None:
+        self.tails.heard(peer, now)
+        self._unheard.pop(peer, None)
+        if peer in self._unreached:
+            self._connect(peer)
+
+    def _replace(self, now: float) -> list[Observe]:
+        observed: list[Observe] = []
+        for event in self.slot.step(now):
+            observed += self._on_event(event, now)
+        for handle, (submit, until) in list(self._held.items()):
+            waits = self.slot.engine is None or submit.peer in self._unreached
+            if not self.side.wanted(handle):
+                actions = self.side.completed(handle, "its room ended before it began", quiet=True)
+            elif waits and submit.peer in self._peers and not self.slot.reason and now < until:
+                continue
+            elif waits and submit.peer in self._peers:
+                reason = self.slot.reason or f"no transfer engine reached {_name(submit.peer)} in time"
+                actions = self.side.completed(handle, reason, quiet=True)
+            else:
+                actions = self._give(submit)
+            del self._held[handle]
+            observed += self._apply(actions)
+        return observed
+
+    def _on_event(self, event: SlotEvent, now: float) -> list[Observe]:
+        match event:
+            case Starting():
+                self._unheard = dict.fromkeys(self._peers)
+                for peer in self._peers:
+                    self.link.send(peer, Ping())
+            case Retired():
+                self._retired = self.side.retire_engine(self._held)
+            case Started():
+                self._unreached = {peer: None for peer in self._peers if peer in self._unheard}
+                for peer in self._peers:
+                    if peer not in self._unreached:
+                        self._connect(peer)
+            case Destroyed(completions):
+                observed: list[Observe] = []
+                for completion in completions:
+                    observed += self._apply(self.side.completed(completion.handle, completion.error, completion.quiet))
+                observed += self._apply(self.side.engine_replaced(self._retired))
+                self.tails.destroyed(self._retired, self.side.trailing_peers(self._retired), now)
+                return observed
+            case _:
+                assert_never(event)
         return []
 
 

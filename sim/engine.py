@@ -1,0 +1,217 @@
+"""The transfer engine of one prefill rank, as unkind as the real libraries.
+
+In: `Submit` actions. Out: per handle one completion, or two when the first only said that its fate is
+unknown. A handle is one to three pieces that land each at its own time, and each copies what its source
+pages hold *at that moment*. A handle may fail without having started, fail and land all the same, or
+stall. What a dead process had on the way lands for as long as the bounded tail. What flies to a dead
+process is lost, and its handle is of unknown fate: after a while the engine is replaced, its healthy
+handles get a moment to end, and what a destroyed engine had on the way may still land, with the content
+of that moment, until the tail has passed.
+While two instances are cut off from one another, nothing lands; a handle that waits too long for that is
+reported as failed before it lands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sim.case import FAIL_LATE, FAIL_QUIET, LOSE, STALL
+from sim.kv import KvPool
+from transfer.actions import Peer, SenderAction, Submit
+from transfer.extents import Extent
+from transfer.sender import SendingSide
+
+if TYPE_CHECKING:
+    from sim.rank import RankProcess
+
+PATIENCE = 1_000_000  # after which a handle that waits for a cut link is called failed
+SUSPICION = 1_000_000  # of unknown fate for so long: the engine is replaced
+DRAIN = 300_000  # that the healthy handles of a retired engine get to end
+
+
+@dataclass(slots=True)
+class Flight:
+    submit: Submit
+    source: RankProcess
+    target: RankProcess
+    pieces: int
+    touched: tuple[list[int], list[int]]  # pages read, pages written
+    engine: int
+    reported: bool = False  # called failed; what is left may still land
+    lost: bool = False
+    frozen: KvPool | None = None  # what a destroyed engine had read of the source
+
+
+class SimEngine:
+    def __init__(self, owner: RankProcess, side: SendingSide, apply: Callable[[Sequence[SenderAction]], None]) -> None:
+        self.owner = owner
+        self._side, self._apply = side, apply
+        self._number = 1  # of the engine in use, as the side counts
+        self._suspects: dict[int, int] = {}  # handle of unknown fate → its engine
+        self._orders: list[tuple[str, int]] = []  # faults to come: (kind, length), one per handle
+        self._flights: dict[int, Flight] = {}
+        self.writing: dict[tuple[Peer, str], int] = {}  # (target, room) → handles that may still land
+
+    def order(self, kind: str, count: int, length: int) -> None:
+        """The next `count` handles suffer this."""
+        self._orders += [(kind, length)] * count
+
+    def pardon(self) -> None:
+        """What was ordered and has not struck yet never will."""
+        self._orders.clear()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def bury(self) -> None:
+        """The owner is dead and its tail has passed: nothing of it lands any more."""
+        for flight in list(self._flights.values()):
+            self._over(flight)
+
+    def submit(self, submit: Submit, target: RankProcess | None) -> None:
+        world, owner = self.owner.world, self.owner
+        world.check_fence(owner, submit)
+        fault, length = self._orders.pop(0) if self._orders else ("", 0)
+        if target is None or fault == FAIL_QUIET:
+            world.count_fault(fault)
+            self._later(submit.handle, "the write did not start", True)
+            return
+        runs = list(submit.runs)
+        groups = self._split(runs)
+        touched = (
+            owner.kv.pages_of((src, count) for src, _, count in runs),
+            target.kv.pages_of((dst, count) for _, dst, count in runs),
+        )
+        flight = Flight(submit, owner, target, len(groups), touched, self._number)
+        self._flights[submit.handle] = flight
+        self._count(flight, 1)
+        self._read(flight, 1)
+        if fault:
+            world.count_fault(fault)
+        if fault == FAIL_LATE:
+            flight.reported = True
+            self._later(submit.handle, "reported failed, but still on its way", False)
+        chance = world.chance
+        if fault == LOSE:
+            flight.reported = True
+            self._later(submit.handle, "failed, and its fate is unknown", False)
+            groups = groups[1:] if chance.draw() < 0.5 else groups  # and even so some of it lands, much later
+            length = 3 * world.case.tail
+        for group in groups:
+            delay = chance.between(chance.delays.engine)
+            if fault in (STALL, FAIL_LATE, LOSE):
+                delay += int(chance.draw() * length)
+            world.clock.after(delay, self._land, flight, group)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _split(self, runs: list[Extent]) -> list[list[Extent]]:
+        chance = self.owner.world.chance
+        if not runs or chance.draw() < 0.6:
+            return [runs]
+        src, dst, count = runs[0]
+        if len(runs) > 1:
+            cut = 1 + int(chance.draw() * (len(runs) - 1))
+            return [runs[:cut], runs[cut:]]
+        if count == 1:
+            return [runs]
+        cut = 1 + int(chance.draw() * (count - 1))
+        return [[(src, dst, cut)], [(src + cut, dst + cut, count - cut)]]
+
+    def _count(self, flight: Flight, by: int) -> None:
+        """The flight may land from now on (1), or not any more (-1)."""
+        for page in flight.touched[1]:
+            flight.target.kv.inbound[page] += by
+        flow = (flight.submit.peer, flight.submit.room)
+        self.writing[flow] = self.writing.get(flow, 0) + by
+        if not self.writing[flow]:
+            del self.writing[flow]
+
+    def _read(self, flight: Flight, by: int) -> None:
+        for page in flight.touched[0]:
+            flight.source.kv.outbound[page] += by
+
+    def _over(self, flight: Flight) -> None:
+        """Nothing of it lands any more."""
+        del self._flights[flight.submit.handle]
+        self._count(flight, -1)
+        if flight.frozen is None:
+            self._read(flight, -1)
+
+    def _later(self, handle: int, error: str | None, quiet: bool) -> None:
+        world = self.owner.world
+        world.clock.after(world.chance.between(world.chance.delays.ring), self._tell, handle, error, quiet)
+
+    def _tell(self, handle: int, error: str | None, quiet: bool) -> None:
+        if not self.owner.alive:
+            return
+        if error is None or quiet:
+            self._suspects.pop(handle, None)
+        elif handle not in self._suspects:
+            self._suspects[handle] = self._number
+            self.owner.world.clock.after(SUSPICION, self._look_at, handle)
+        self._apply(self._side.completed(handle, error, quiet))
+
+    def _land(self, flight: Flight, runs: list[Extent]) -> None:
+        world, source, target = self.owner.world, flight.source, flight.target
+        if flight.submit.handle not in self._flights:
+            return  # buried, or its engine's tail has passed
+        if not target.alive:
+            flight.lost = True
+        else:
+            until = world.cut_until(source.incarnation.name, target.incarnation.name)
+            if until > world.clock.now:
+                self._wait_for_link(flight, runs, until)
+                return
+            target.kv.land(flight.frozen or source.kv, flight.submit.layers, runs)
+        flight.pieces -= 1
+        if flight.pieces:
+            return
+        self._over(flight)
+        if not source.alive or flight.frozen is not None:
+            return
+        if not flight.lost:
+            self._later(flight.submit.handle, None, False)
+        elif not flight.reported:
+            self._later(flight.submit.handle, "the peer is gone", False)
+
+    def _wait_for_link(self, flight: Flight, runs: list[Extent], until: int) -> None:
+        world = self.owner.world
+        if until - world.clock.now > PATIENCE and not flight.reported:
+            flight.reported = True
+            self._later(flight.submit.handle, "no answer from the peer", False)
+        world.clock.at(until + world.chance.between(world.chance.delays.engine), self._land, flight, runs)
+
+    # -- the replacement of the engine -----------------------------------------------------------------
+
+    def _look_at(self, handle: int) -> None:
+        """A handle has been of unknown fate for too long."""
+        if self.owner.alive and self._suspects.get(handle) == self._number:
+            retired = self._side.retire_engine()
+            assert retired == self._number
+            self._number += 1
+            self.owner.world.count_fault("engine replaced")
+            self.owner.world.clock.after(DRAIN, self._destroy, retired)
+
+    def _destroy(self, engine: int) -> None:
+        if not self.owner.alive:
+            return
+        self._suspects = {handle: number for handle, number in self._suspects.items() if number > engine}
+        for flight in self._flights.values():
+            if flight.engine <= engine and flight.frozen is None:
+                self._read(flight, -1)
+                flight.frozen = self.owner.kv.copy()
+        self._apply(self._side.engine_replaced(engine))
+        self.owner.world.clock.after(self.owner.world.case.tail, self._tail_passed, engine)
+
+    def _tail_passed(self, engine: int) -> None:
+        if not self.owner.alive:
+            return
+        for flight in list(self._flights.values()):
+            if flight.engine <= engine and flight.frozen is not None:
+                self._over(flight)
+        for peer in self._side.trailing_peers(engine):
+            self._apply(self._side.tail_passed(engine, peer))

@@ -1,0 +1,125 @@
+"""Planted bugs in how KV moves and is fenced: see `sim.mutations`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transfer.actions import Peer, ReceiverAction, SenderAction
+from transfer.messages import Finished
+from transfer.plan import TransferPlan
+from transfer.receiver import ReceivingSide
+from transfer.receiving_room import Receiving, ReceivingRoom
+from transfer.sender import SendingSide
+from transfer.sending_room import Flow, Sending, SendingRoom
+
+Patches = list[tuple[object, str, Any]]
+
+
+def early_decode() -> Patches:
+    original = ReceivingRoom.finished
+
+    def finished(self: ReceivingRoom, peer: Peer, message: Finished) -> list[ReceiverAction]:
+        actions = original(self, peer, message)
+        token_here = self._token or not any(origin.needs_token for origin in self.origins.values())
+        if self.state is Receiving.RECEIVING and token_here:
+            self._become(Receiving.DONE)
+            actions += self._observe("transfer", True, payload=self._token)
+        return actions
+
+    return [(ReceivingRoom, "finished", finished)]
+
+
+def no_sampler() -> Patches:
+    original = ReceivingRoom.ready
+
+    def ready(self: ReceivingRoom, epoch: int, plan: TransferPlan, rank: int) -> list[ReceiverAction]:
+        actions = original(self, epoch, plan, rank)
+        for number, origin in list(self.origins.items()):
+            if origin.flow.layers == (0, 0):
+                del self.origins[number]
+        return actions
+
+    return [(ReceivingRoom, "ready", ready)]
+
+
+def submit_after_stopped() -> Patches:
+    original = SendingRoom.written
+
+    def written(self: SendingRoom, start: int, end: int, layers: tuple[int, int]) -> list[SenderAction]:
+        if self.state is not Sending.FAILED or self._pages is None:
+            return original(self, start, end, layers)
+        for layer in range(*layers):
+            index = layer - self._layers[0]
+            self._written[index] = max(self._written[index], end)
+        return [action for flow in self.flows.values() if flow.pages for action in self._submit(flow)]
+
+    return [(SendingRoom, "written", written)]
+
+
+def failed_is_quiet() -> Patches:
+    original = SendingSide.completed
+
+    def completed(self: SendingSide, handle: int, error: str | None, quiet: bool = False) -> list[SenderAction]:
+        return original(self, handle, error, True)
+
+    return [(SendingSide, "completed", completed)]
+
+
+def stopped_at_once() -> Patches:
+    return [(Flow, "quiet", property(lambda self: True))]
+
+
+def unacked_done() -> Patches:
+    original = SendingRoom._finish
+
+    def finish(self: SendingRoom, flow: Flow) -> list[SenderAction]:
+        actions = original(self, flow)
+        flow.acked = flow.acked or flow.finished is not None
+        return actions
+
+    return [(SendingRoom, "_finish", finish)]
+
+
+def no_repeat() -> Patches:
+    return [(ReceivingRoom, "repeat", lambda self, peer: [])]
+
+
+def death_is_an_edge() -> Patches:
+    def sender(self: SendingSide, instance: str, epoch: int, *rest: Any, **named: Any) -> list[SenderAction]:
+        actions = _sender_lost(self, instance, epoch, *rest, **named)
+        self._lost.pop(f"{instance}#{epoch}")
+        return actions
+
+    def receiver(self: ReceivingSide, instance: str, epoch: int, *rest: Any, **named: Any) -> list[ReceiverAction]:
+        actions = _receiver_lost(self, instance, epoch, *rest, **named)
+        self._dead.pop(f"{instance}#{epoch}")
+        return actions
+
+    return [(SendingSide, "peer_lost", sender), (ReceivingSide, "peer_lost", receiver)]
+
+
+_sender_lost, _receiver_lost = SendingSide.peer_lost, ReceivingSide.peer_lost
+
+
+def lost_is_dead() -> Patches:
+    def lost(self: ReceivingSide, instance: str, epoch: int, reason: str, dead: bool) -> list[ReceiverAction]:
+        return _receiver_lost(self, instance, epoch, reason, True)
+
+    return [(ReceivingSide, "peer_lost", lost)]
+
+
+def early_destinations_dropped() -> Patches:
+    def park(self: SendingSide, peer: Peer, message: Any) -> list[SenderAction]:
+        return []
+
+    return [(SendingSide, "_park", park)]
+
+
+def tail_ignored() -> Patches:
+    original = SendingRoom.engine_replaced
+
+    def replaced(self: SendingRoom, peer_rank: int, handle: int, engine: int) -> list[SenderAction]:
+        actions = original(self, peer_rank, handle, engine)
+        return actions + self.tail_passed(self.flows[peer_rank].peer, engine)
+
+    return [(SendingRoom, "engine_replaced", replaced)]

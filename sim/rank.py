@@ -1,0 +1,260 @@
+"""The shell of one rank: what `pipeline.io.driver` is in production, under virtual time.
+
+In: entries, reports, acks, returns, batches that ran, messages of peers. Out: effects of the core carried
+out exactly as the driver does: rank 0's observations go through its sequencer, everything else through
+its core. Rank 0 gathers news for a moment and then writes entries until there is nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from consensus.entry import FILL, SPILL, Entry, Return, TokenOut, Trailer
+from pipeline.effects import (
+    Acknowledge,
+    CopyFromHost,
+    CopyToHost,
+    DropHostCopy,
+    Effect,
+    End,
+    HostEffect,
+    Relay,
+    Reply,
+    Report,
+    Run,
+)
+from pipeline.local import Observation
+from pipeline.planner import Batch
+from pipeline.rank import RankCore
+from pipeline.sequencer import Sequencer
+from sim.channel import Channel
+from sim.clock import Violation
+from sim.kv import KvPool
+from sim.ports import ReceivingPort, SendingPort
+
+if TYPE_CHECKING:
+    from pipeline.replica import Replica
+    from sim.incarnation import Incarnation
+
+
+class RankProcess:
+    def __init__(self, incarnation: Incarnation, rank: int, replica: Replica) -> None:
+        self.incarnation, self.rank, self.world = incarnation, rank, incarnation.world
+        world, plan = self.world, incarnation.plan
+        self.name = f"{incarnation.name}#{incarnation.epoch}.{rank}"
+        self.alive = True
+        self.core = RankCore(rank, plan.ranks, replica)
+        self.sequencer = Sequencer(self.core, plan.ranks, world.clock.now) if rank == 0 else None
+        topology = world.topology(incarnation.name)
+        self.kv = KvPool(self.name, topology.shards[rank].layers, plan.pages, world.case.page_size)
+        self._watch_allocations()
+        self.port: SendingPort | ReceivingPort
+        self.port = SendingPort(self, topology) if incarnation.is_prefill else ReceivingPort(self, topology)
+        # Channels out of this rank; the incarnation connects them.
+        self.relay: Channel | None = None
+        self.back: Channel | None = None
+        self.reports: Channel | None = None
+        self.hidden: Channel | None = None
+        self._events = Channel(world.clock, world.chance, world.chance.delays.loop, self._executor_event)
+        # Copies to and from host memory, among themselves in order, beside the forwards.
+        self._copies = Channel(world.clock, world.chance, world.chance.delays.copy, self._end_copy)
+        self._queue: deque[Batch] = deque()
+        self.host: dict[str, list[list[int]]] = {}  # room → saved KV
+        self._host_used = 0
+        self._hidden_tick = 0  # latest tick whose hidden states came from the rank before
+        self._running: Batch | None = None
+        self._waking = False
+        self._timer = 0
+        self._forward = plan.forward[min(rank, len(plan.forward) - 1)]
+
+    @property
+    def sending(self) -> SendingPort:
+        assert isinstance(self.port, SendingPort)
+        return self.port
+
+    @property
+    def receiving(self) -> ReceivingPort:
+        assert isinstance(self.port, ReceivingPort)
+        return self.port
+
+    def die(self) -> None:
+        """The process is gone. What its engine had on the way may still land for a while."""
+        self.alive = False
+        if isinstance(self.port, SendingPort):
+            self.world.clock.after(self.world.case.tail, self.port.engine.bury)
+
+    # -- what arrives --------------------------------------------------------------------------------
+
+    def on_entry(self, item: tuple[Entry, Trailer]) -> None:
+        if self.alive:
+            effects = self.core.on_entry(*item)
+            self.incarnation.after_apply(self)
+            self.perform(effects)
+
+    def on_back(self, item: Acknowledge | Return) -> None:
+        if self.alive:
+            assert self.sequencer is not None
+            if isinstance(item, Acknowledge):
+                self.sequencer.acknowledged(item.seq, item.ballots)
+            else:
+                self.sequencer.returned(item)
+            self.wake()
+
+    def on_report(self, item: Any) -> None:
+        if self.alive:
+            assert self.sequencer is not None
+            self.sequencer.report(item)
+            self.wake()
+
+    def on_hidden(self, tick: int) -> None:
+        self._hidden_tick = tick
+        self._start_forward()
+
+    def observe(self, observation: Observation) -> None:
+        if not self.alive:
+            return
+        self.world.noticed(self, observation)
+        if self.sequencer is not None:
+            self.sequencer.observe(observation)
+            self.wake()
+        else:
+            self.perform(self.core.observe(observation))
+
+    # -- rank 0 writes -------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        if not self._waking:
+            self._waking = True
+            self.world.clock.after(self.world.chance.between(self.world.chance.delays.loop), self._advance)
+
+    def _on_timer(self, due: int) -> None:
+        if due == self._timer:
+            self._timer = 0
+            self._advance()
+
+    def _advance(self) -> None:
+        self._waking = False
+        sequencer, clock = self.sequencer, self.world.clock
+        if not self.alive:
+            return
+        assert sequencer is not None
+        while (effects := sequencer.next_entry(clock.now, clock.now)) is not None:
+            self.incarnation.after_apply(self)
+            self.perform(effects)
+        if sequencer.window.full:
+            return  # the next acknowledgement wakes it
+        due = sequencer.wake_at()
+        if due <= clock.now:
+            raise Violation(f"{self.name} has nothing to write, and yet would spin until {due} at {clock.now}")
+        if not self._timer or due < self._timer:
+            self._timer = due
+            clock.at(due, self._on_timer, due)
+
+    # -- effects -------------------------------------------------------------------------------------
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Relay(entry, trailer):
+                    assert self.relay is not None
+                    self.relay.send((entry, trailer))
+                case Acknowledge():
+                    assert self.back is not None
+                    self.back.send(effect)
+                case Report(item):
+                    assert self.reports is not None
+                    self.reports.send(item)
+                case Run(batch):
+                    self._queue.append(batch)
+                    self._start_forward()
+                case CopyToHost() | CopyFromHost() | DropHostCopy():
+                    self._copies.send(effect)
+                case Reply(key, position, tokens):
+                    self.incarnation.reply(key, position, tokens)
+                case End(key, outcome):
+                    self.incarnation.ended(key, outcome)
+                case _:
+                    self.port.perform(effect)
+
+    # -- the executor --------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue) + (self._running is not None) + (not self._copies.empty)
+
+    def _start_forward(self) -> None:
+        if self._running is not None or not self._queue or not self.alive:
+            return
+        if self.rank and self._hidden_tick < self._queue[0].tick:
+            return
+        self._running = batch = self._queue.popleft()
+        took = self._forward + batch.tokens * self.incarnation.plan.per_token
+        self.world.clock.after(took + int(self.world.chance.draw() * took / 4), self._end_forward, batch)
+
+    def _end_copy(self, work: HostEffect) -> None:
+        if not self.alive:
+            return
+        match work:
+            case CopyToHost(room, stage_seq, pages):
+                full = self._host_used + len(pages) > self.incarnation.plan.host_pages
+                if not full:
+                    self.host[room] = self.kv.save(pages)
+                    self._host_used += len(pages)
+                self._events.send(Observation(room, SPILL, not full, "host memory is full", b"", stage_seq))
+            case CopyFromHost(room, stage_seq, pages):
+                self.kv.load(pages, self._forget_copy(room))
+                self._events.send(Observation(room, FILL, True, "", b"", stage_seq))
+            case DropHostCopy(room):
+                if room in self.host:
+                    self._forget_copy(room)
+
+    def _forget_copy(self, room: str) -> list[list[int]]:
+        saved = self.host.pop(room)
+        self._host_used -= len(saved[0]) // self.kv.page_size
+        return saved
+
+    def _end_forward(self, batch: Batch) -> None:
+        if not self.alive:
+            return
+        self._running = None
+        for row in batch.rows:
+            attempt = self.world.attempt(row.key)
+            self.world.check_row(self, row)
+            self.kv.check(row.pages, row.start, attempt, f"{row.key.room} at tick {batch.tick}")
+            self.kv.write(row.pages, row.start, len(row.tokens), attempt)
+        if self.hidden is not None:
+            self.hidden.send(batch.tick)
+        self._events.send(batch)
+        self._start_forward()
+
+    def _executor_event(self, batch: Batch | Observation) -> None:
+        """What the loop hears from the executor: a copy ended, a batch ran, and on the last rank what was sampled."""
+        if not self.alive:
+            return
+        if isinstance(batch, Observation):
+            self.observe(batch)
+            return
+        self.port.ran(batch)
+        if self.core.last:
+            sampled = [row for row in batch.rows if row.sample is not None]
+            tokens = tuple(TokenOut(self.world.token(row.key, row.start + len(row.tokens))) for row in sampled)
+            returned = Return(batch.tick, tokens)
+            if self.sequencer is not None:
+                self.on_back(returned)
+            else:
+                assert self.back is not None
+                self.back.send(returned)
+
+    # -- invariants ----------------------------------------------------------------------------------
+
+    def _watch_allocations(self) -> None:
+        pool = self.core.replica.leases.pool
+        take, kv = pool.take, self.kv
+
+        def checked(count: int) -> tuple[int, ...]:
+            pages = take(count)
+            kv.may_give(pages)
+            return pages
+
+        pool.take = checked  # type: ignore[method-assign]
