@@ -38,7 +38,7 @@ def plot(waits: dict[str, list[float]], ranks: int) -> str:
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 440" font-family="sans-serif" font-size="13">',
         '<rect width="760" height="440" fill="white"/>',
-        f'<text x="70" y="24" font-size="15">Ready → admitted on all {ranks} ranks; forwards of 1 s, virtual time</text>',
+        f'<text x="70" y="24" font-size="15">Ready → admitted on {ranks} ranks; 1 s forwards, virtual time</text>',
     ]
     for exponent in range(-4, 3):
         at = x(10.0**exponent)
