@@ -154,9 +154,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ring-timeout",
         type=float,
-        default=10.0,
+        default=8.0,
         metavar="S",
-        help="of silence after which a rank counts as stuck (default: 10)",
+        help="of silence after which a rank counts as stuck (default: 8)",
     )
     group.add_argument(
         "--tick-timeout", type=float, default=60.0, metavar="S",

@@ -133,8 +133,10 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Once a second from every rank's control loop; silence for ring_timeout means it is stuck."""
 
     applied_seq: int
+    last_tick: int = 0  # the last one this rank has launched
+    executing: str = ""  # what its executor is in, for people
     stalled: float = 0.0  # from rank 0: seconds since a launched tick should be back
-    doing: str = ""  # which tick, and which rank is in it
+    doing: str = ""  # from rank 0: which tick that is, and which rank is in it
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True):

@@ -227,7 +227,8 @@ class Driver:
         elif progress.tick:
             assert self._links.report_out is not None
             self._links.report_out.send(ProgressFrame(self._config.epoch, progress))
-        self._say(control.Alive(applied, seconds, doing))
+        last_tick = self._core.replica.slots.next_tick - 1
+        self._say(control.Alive(applied, last_tick, self._executor.executing(), seconds, doing))
 
     def _check_ring(self, now: float) -> None:
         limit = self._config.ring_timeout

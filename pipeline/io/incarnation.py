@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.5  # how long a failing instance may still say and write down why
 STATUS_PATIENCE_S = 2.0
+SILENT_S = 2.5  # ranks speak every second
 _REAP_PATIENCE_S = 60.0
 
 
@@ -55,7 +56,15 @@ class RankView:
     ready: control.Ready | None = None
     failing: str = ""
     applied_seq: int = 0
+    last_tick: int = 0
+    executing: str = ""
     report: StatusReport | None = None
+
+    @property
+    def place(self) -> str:
+        """Where in the log it was, as far as it has told."""
+        executing = f", in {self.executing}" if self.executing else ""
+        return f"at seq {self.applied_seq}, last launched tick {self.last_tick}{executing}"
 
 
 @dataclass(slots=True)
@@ -161,6 +170,11 @@ class Incarnation:
             said.append(cause.failing)
         elif not cause.failing and cause.child.last_lines and not failure.by_signal:
             said.append(f"its last line: {cause.child.last_lines[-1]}")
+        said.append(cause.place)
+        now = time.monotonic()
+        # A neighbour notices a stuck rank, but only silence tells which one it is.
+        mute = [view for view in self.ranks if view is not cause and view.ready and now - view.heard > SILENT_S]
+        said += [f"rank {v.config.rank} has been silent for {now - v.heard:.1f} s, {v.place}" for v in mute]
         others = [f"rank {v.config.rank} says: {v.failing}" for v in self.ranks if v.failing and v is not cause]
         text = f"rank {failure.rank} " + "; ".join(said + others)
         return Failure(failure.rank, text[:1000], failure.during_start, failure.by_signal)
@@ -208,7 +222,8 @@ class Incarnation:
         view.heard = time.monotonic()
         match message:
             case control.Alive():
-                view.applied_seq = message.applied_seq
+                view.applied_seq, view.last_tick = message.applied_seq, message.last_tick
+                view.executing = message.executing
                 if rank == 0:
                     self._on_progress(message)
             case control.Tokens() if rank == 0:

@@ -44,7 +44,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: float = 600.0  # seconds, for requests that set none
     transfer_backend: str = "auto"
     transfer_device: str = ""
-    ring_timeout: float = 10.0  # seconds of silence after which a rank counts as stuck
+    ring_timeout: float = 8.0  # seconds of silence after which a rank counts as stuck
     tick_timeout: float = 60.0  # seconds for one microbatch, after which the instance counts as hung
     progress_timeout: float = 5.0  # the same, after which the health service says so
     stage_timeout: float = 30.0

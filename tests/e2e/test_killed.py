@@ -51,7 +51,8 @@ def test_a_killed_rank_is_named_and_its_instance_recovers(tiny: Path, victim: st
         os.kill(pid, signal.SIGKILL)
 
         def named() -> bool:
-            return f"rank {rank}" in instance(cluster, name)["last_failure"]
+            failure = instance(cluster, name)["last_failure"]
+            return f"rank {rank} " in failure and "last launched tick" in failure
 
         until("the report names the rank", NAMED_WITHIN + 5, named)
         outcomes = [job.result(120) for job in jobs]

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.cluster import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+NAMED_WITHIN = 12.0  # 10 s, and what a question takes on a busy machine
 PATIENCE = 30.0  # seconds within which a client must have its answer or an error
 
 
@@ -32,12 +33,24 @@ def recovered(cluster: Cluster) -> bool:
         return False
 
 
+def when_failed(cluster: Cluster, instance: str, epochs: dict[str, int]) -> str:
+    """The reason the instance gives for its restart, once it has noticed."""
+    deadline = time.monotonic() + NAMED_WITHIN
+    while True:
+        for inst in cluster.status()["instances"]:
+            if inst["instance"] == instance and inst["epoch"] > epochs[instance]:
+                return str(inst["last_failure"])
+        assert time.monotonic() < deadline, "nobody has noticed"
+        time.sleep(0.3)
+
+
 def test_a_client_gets_an_error_when_any_process_is_stopped(tiny: Path) -> None:
     with Cluster(model=tiny) as cluster:
         names = [name for name in cluster.pids().values() if name != "up"]
         assert len(names) == 7
         for name in names:
             pid = next(pid for pid, other in cluster.pids().items() if other == name)
+            epochs = {inst["instance"]: inst["epoch"] for inst in cluster.status()["instances"]}
             answers: list[str] = []
             client = threading.Thread(target=ask, args=(cluster, answers))
             client.start()
@@ -48,6 +61,10 @@ def test_a_client_gets_an_error_when_any_process_is_stopped(tiny: Path) -> None:
             second = threading.Thread(target=ask, args=(cluster, late))
             second.start()
             deadline = time.monotonic() + PATIENCE
+            if " rank " in name:  # which rank, and where it was
+                failure = when_failed(cluster, name.split(" rank ")[0], epochs)
+                assert f"rank {name[-1]} " in failure and "last launched tick" in failure, f"{name}: {failure}"
+                assert "silent" in failure, failure
             for thread in (second, client):
                 thread.join(max(0.1, deadline - time.monotonic()))
                 assert not thread.is_alive(), f"{name}: a client waited {PATIENCE:g} s for nothing"

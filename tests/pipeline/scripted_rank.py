@@ -71,7 +71,8 @@ class Rank:
                 self.handle(decoder.decode(self.socket.recv()))
             if time.monotonic() > self.alive_due:
                 stuck = (self.folder / "stuck").exists()
-                self.say(control.Alive(7, 6.0, "tick 9 (3 rows) has not returned") if stuck else control.Alive(7))
+                late = {"stalled": 6.0, "doing": "tick 9 (3 rows) has not returned"} if stuck else {}
+                self.say(control.Alive(7, **late))
                 self.alive_due = time.monotonic() + 0.5
 
     def handle(self, message: control.ToRank) -> None:
