@@ -49,6 +49,15 @@ sim: setup  ## run the simulator over SEEDS seeds of all profiles (SEEDS=20000)
 mutate: setup  ## plant each known bug and count the seeds until the simulator finds it
 	@$(PY) -m sim.mutate --jobs 2
 
+exhaustive: setup  ## the real core under every schedule of small bounds (ARGS="--deep" or "--plant NAME")
+	@$(PY) -m sim.exhaustive $(ARGS)
+
+spec: setup  ## model-check the protocol's specification with TLC (needs Java; about a minute)
+	@spec/check.sh
+
+soak: setup  ## the tests that take minutes each
+	@$(PY) -m pytest -m soak $(ARGS)
+
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) bench/idle_cpu.py --start
 

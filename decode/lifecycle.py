@@ -2,8 +2,8 @@
 
     prealloc ─▶ granted ─▶ transferring ─▶ ready ─▶ running ─▶ done
         │          │            │    │        │    ╱      ▲
-        └──────────┴─▶ done     │    │     spilling       │      (each of these four
-                                │    └─▶ done  │        filling    also ─▶ done)
+        └──────────┴─▶ done     │    │     spilling       │      (each of these four also ─▶ done,
+                                │    └─▶ done  │        filling   and the two that copy ─▶ aborting)
                                 │          retracted ──────┘
                                 └─▶ aborting ─▶ done
 
@@ -15,7 +15,7 @@ running       generates
 spilling      gives its pages back as soon as every rank has saved their KV (spill vote)
 retracted     holds no page; its KV is in host memory
 filling       owns pages again; its KV is being put back (fill vote)
-aborting      its outcome is told; its pages wait until no remote write can land (release vote)
+aborting      its outcome is told; its pages wait until no remote write or copy can land (release vote)
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ TRANSITIONS = MappingProxyType(
         TRANSFERRING: (READY, ABORTING, DONE),
         READY: (RUNNING, SPILLING, DONE),
         RUNNING: (SPILLING, DONE),
-        SPILLING: (RETRACTED, DONE),
+        SPILLING: (RETRACTED, ABORTING, DONE),
         RETRACTED: (FILLING, DONE),
-        FILLING: (RUNNING, DONE),
+        FILLING: (RUNNING, ABORTING, DONE),
         ABORTING: (DONE,),
         DONE: (),
     }

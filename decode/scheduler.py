@@ -32,7 +32,7 @@ from pipeline.lease import REQUEST, WRITER, copy_holder
 from pipeline.outcome import ERROR, Outcome
 from pipeline.planner import Row, Share
 from pipeline.replica import Replica, ReplicaConfig, RoleState
-from pipeline.request import Request
+from pipeline.request import ABORTING, Request
 
 
 class DecodeReplica(Replica):
@@ -267,11 +267,16 @@ class DecodeReplica(Replica):
             self._go_on(request)
 
     def _copy_failed(self, request: Request, reason: str) -> None:
-        """Host memory is full, say: the attempt ends here and may be prefilled again elsewhere."""
-        self.leases.drop(request.key, copy_holder(request.stage_seq))
+        """Host memory is full, say: the attempt ends here and may be prefilled again elsewhere.
+
+        One rank's failure says nothing about the other ranks' copies, which may still be under way: the pages
+        wait for the release vote, in which each rank says that its own copy has ended.
+        """
         self.emit(DropHostCopy(request.key.room))
-        if request.ending is not None:
-            self.finish(request)
-            return
-        outcome = Outcome(ERROR, f"retracted, and its KV could not be kept: {reason}", len(request.output), True)
-        self._complete(request, outcome)
+        self.leases.hold(request.key, WRITER)
+        self.leases.drop(request.key, copy_holder(request.stage_seq))
+        if request.ending is None:
+            text = f"retracted, and its KV could not be kept: {reason}"
+            self.end(request, Outcome(ERROR, text, len(request.output), True))
+            self.leases.drop(request.key, REQUEST)
+        self.move(request, ABORTING)

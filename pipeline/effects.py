@@ -106,7 +106,8 @@ class CopyFromHost:
 
 @dataclass(frozen=True, slots=True)
 class DropHostCopy:
-    """The attempt ended while it was retracted."""
+    """The attempt ended while it was retracted, or a copy failed: forget what was saved, and report the
+    release of its pages when no copy of this rank touches them any more."""
 
     room: str
 

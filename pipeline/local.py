@@ -33,6 +33,7 @@ class Local:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._seen: dict[str, dict[str, Observation]] = {}  # room → topic → observation
+        self._voted: dict[str, dict[str, int]] = {}  # room → topic → stage_seq of the last good vote
         self._rung: dict[str, dict[str, int]] = {}  # room → topic → stage_seq of the last bell
 
     def __len__(self) -> int:
@@ -45,7 +46,11 @@ class Local:
             return None  # the attempt is over; nobody will ask
         topics = self._seen.setdefault(observation.room, {})
         old = topics.get(observation.topic)
-        # A failure must win over a success that it followed (a slice refused after all were sent).
+        # A failure must win over a success that it followed (a slice refused after all were sent), but not over
+        # a vote: the verdict may be on its way, and rank 0's payload with it.
+        voted = self._voted.get(observation.room, {}).get(observation.topic)
+        if old is not None and voted == replica.requests[key].stage_seq:
+            return None
         if old is not None and old.stage_seq >= observation.stage_seq and not (old.good and not observation.good):
             return None
         topics[observation.topic] = observation
@@ -66,6 +71,7 @@ class Local:
                 continue
             if observation.good:
                 good.append(request.stage)
+                self._voted.setdefault(request.key.room, {})[topic] = request.stage_seq
             else:
                 bad.append((request.stage, f"rank {self.rank}: {observation.reason}"))
         return Ballot(topic, tuple(good), tuple(bad))
@@ -77,6 +83,7 @@ class Local:
     def forget(self, room: str) -> None:
         self._seen.pop(room, None)
         self._rung.pop(room, None)
+        self._voted.pop(room, None)
 
     def _find(self, request: Request, topic: str) -> Observation | None:
         """What was seen for the stage the attempt is in now."""

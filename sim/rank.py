@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from consensus.entry import FILL, SPILL, Entry, Return, TokenOut, Trailer
+from consensus.entry import FILL, RELEASE, SPILL, Entry, Return, TokenOut, Trailer
 from pipeline.effects import (
     Acknowledge,
     CopyFromHost,
@@ -208,6 +208,7 @@ class RankProcess:
             case DropHostCopy(room):
                 if room in self.host:
                     self._forget_copy(room)
+                self._events.send(Observation(room, RELEASE, True))
 
     def _forget_copy(self, room: str) -> list[list[int]]:
         saved = self.host.pop(room)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from consensus.entry import FILL, SPILL, Return, TokenOut
+from consensus.entry import FILL, RELEASE, SPILL, Return, TokenOut
 from pipeline.effects import CopyFromHost, CopyToHost, DropHostCopy, HostEffect
 from pipeline.io.hidden import HiddenReceiver, HiddenSender
 from pipeline.io.host_memory import HostMemory
@@ -157,6 +157,8 @@ class Executor:
                     self._tell(Copied(Observation(room, FILL, True, stage_seq=stage_seq)))
                 case DropHostCopy(room):
                     self.host.drop(room)
+                    # Work is done in order: whatever copy of the room came before has ended here.
+                    self._tell(Copied(Observation(room, RELEASE, True)))
         except (MemoryError, KeyError, RuntimeError) as error:
             assert not isinstance(work, DropHostCopy)
             topic = SPILL if isinstance(work, CopyToHost) else FILL

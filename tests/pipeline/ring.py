@@ -221,7 +221,9 @@ class Pair:
                     )
                 case CopyFromHost(room, stage_seq, _):
                     self.wire.append(("copied", inst, k, Observation(room, FILL, True, "", b"", stage_seq)))
-                case StartSender() | CloseRoom() | DropHostCopy():
+                case DropHostCopy(room):
+                    self.wire.append(("dropped", inst, k, Observation(room, RELEASE, True)))
+                case StartSender() | CloseRoom():
                     pass
 
     # -- the stand-in wire -----------------------------------------------------------------------------
@@ -247,10 +249,15 @@ class Pair:
                 done.add(p)
                 if len(done) == self.prefill.ranks + 1:
                     self._observe(self.decode, d, Observation(room, TRANSFER, True, "", self.payload[room]))
-            case ("copied", inst, k, observation):
+            case ("dropped", inst, k, observation) if self._copies_under_way(inst, k, observation.room):
+                self.wire.append(item)  # this rank's copies are done in order
+            case ("copied" | "dropped", inst, k, observation):
                 self._observe(inst, k, observation)
             case ("quiet", inst, k, room):
                 self._observe(inst, k, Observation(room, RELEASE, True))
+
+    def _copies_under_way(self, inst: Instance, k: int, room: str) -> bool:
+        return any(i[0] == "copied" and i[1] is inst and i[2] == k and i[3].room == room for i in self.wire)
 
     def _observe(self, inst: Instance, k: int, observation: Observation) -> None:
         if k == 0:
