@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.errors import ApiError, invalid
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 
@@ -257,9 +258,11 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
         raise invalid("messages must not be empty", "messages")
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
-        if not isinstance(message.get("role"), str):
-            raise invalid(f"{where}.role must be a string", f"{where}.role")
+        if message.get("role") not in ROLES:
+            raise invalid(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         content = message.get("content")
+        if content is None and message["role"] != "assistant":  # a misspelt field would be an empty message
+            raise invalid(f"{where}.content is missing", f"{where}.content")
         if not isinstance(content, (str, list, type(None))):
             raise invalid(f"{where}.content must be a string or a list of parts", f"{where}.content")
         for index, part in enumerate(content if isinstance(content, list) else ()):

@@ -116,6 +116,8 @@ def test_unknown_and_null_fields_are_fine() -> None:
         (chat(messages="hello"), "messages"),
         (chat(messages=["hello"]), "messages[0]"),
         (chat(messages=[{"content": "x"}]), "messages[0].role"),
+        (chat(messages=[{"role": "usr", "content": "x"}]), "messages[0].role"),
+        (chat(messages=[{"role": "user", "contnt": "x"}]), "messages[0].content"),
         (chat(messages=[*HELLO, {"role": "user", "content": 1}]), "messages[1].content"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0]"),
         (b'{"messages_": 1, "messages": null}', "messages"),
@@ -165,6 +167,6 @@ def test_content_parts_become_text() -> None:
 
 
 def test_tokenize_wants_one_of_two() -> None:
-    for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user"}]}'):
+    for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "x"}]}'):
         with pytest.raises(ApiError, match="either prompt or messages"):
             parse_tokenize(body)

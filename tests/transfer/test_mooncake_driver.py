@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
+from transfer.io import mooncake
 from transfer.io.engine import Completion
 from transfer.io.mooncake import PIECE, WINDOW, MooncakeDriver
 
@@ -125,3 +127,18 @@ def test_an_endpoint_that_is_none_connects_nobody() -> None:
     for endpoint in (b"", b"\xff", b"mooncake/1 ", b"mooncake/1 host:99999", b"mooncake/1 a b:1", b"nixl"):
         made.connect("x", endpoint)
         assert made.begin(1, "x", [(0, 0, 8)])[0].quiet
+
+
+def test_only_tcp_connections_to_the_port_are_cut() -> None:
+    """A process also has other sockets open: unnamed ones whose address is not a pair, and strangers'."""
+    left, right = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server, left, right:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            accepted, _ = server.accept()
+            assert mooncake._cut_connections(port)
+            assert caller.recv(1) == b"", "cut"
+            accepted.close()
+        left.sendall(b"x")
+        assert right.recv(1) == b"x", "not ours to cut"
+        assert not mooncake._cut_connections(port)

@@ -254,7 +254,7 @@ def _cut_connections(port: int) -> bool:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(descriptor))) as ours:
-                if ours.getsockname()[1] != port:
+                if ours.family not in (socket.AF_INET, socket.AF_INET6) or ours.getsockname()[1] != port:
                     continue
                 if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 5000))
