@@ -11,6 +11,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto
 export OMP_NUM_THREADS ?= 1
 ASK ?= What is the capital of France?
+# It goes through the environment as it is: neither make nor a shell may read its quotes and dollars.
+override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
@@ -22,8 +24,9 @@ help:  ## list the targets
 setup:  ## install everything into .venv and fetch the default model (seconds if already done)
 	@./setup.sh
 
+run: export ASK := $(ASK)
 run: setup  ## start a 2+2-rank cluster here, ask it something, serve until Ctrl-C (ASK="…", ARGS="--port 0 …")
-	@exec $(PY) -m paceline.cli up --ask "$(ASK)" $(ARGS)
+	@exec $(PY) -m paceline.cli up --ask="$$ASK" $(ARGS)
 
 test: setup lint  ## lint, then the fast tests (ARGS="-k name" for some of them)
 	@$(PY) -m pytest $(ARGS)

@@ -202,7 +202,7 @@ def main() -> int:
     except ModelSetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"ready: {folder}")
+    print(f"model: {folder}")
     return 0
 
 

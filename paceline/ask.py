@@ -34,6 +34,18 @@ def curl_command(url: str, model: str) -> str:
     return f"curl -sN {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
+async def fitting(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The request with no more `max_tokens` than the context leaves; as it is if that cannot be found out."""
+    question = {"model": request["model"], "messages": request["messages"], "add_generation_prompt": True}
+    async with session.post(f"{url}/tokenize", json=question) as response:
+        if response.status != 200:
+            return request
+        told = await response.json()
+    room = told["max_model_len"] - told["count"]
+    # Without any room the gateway's own refusal is the best message.
+    return request | {"max_tokens": min(request["max_tokens"], room)} if room > 0 else request
+
+
 async def ask(url: str, model: str, question: str, out: TextIO, *, max_tokens: int = 128, timeout: float = 300) -> None:
     """Streams the answer to `out`. Raises `AskError`."""
     began = time.monotonic()
@@ -43,7 +55,10 @@ async def ask(url: str, model: str, question: str, out: TextIO, *, max_tokens: i
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session,
-            session.post(f"{url}/v1/chat/completions", json=chat_request(model, question, max_tokens)) as response,
+            session.post(
+                f"{url}/v1/chat/completions",
+                json=await fitting(session, url, chat_request(model, question, max_tokens)),
+            ) as response,
         ):
             if response.status != 200:
                 raise AskError(f"the gateway answered {response.status}: {(await response.text())[:500]}")

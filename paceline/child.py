@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,7 @@ class Answer:
 
     ready: bool
     text: str
+    note: str = ""  # what else people should know, said once
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Child:
         spec = self.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
-            log.write(f"--- {time.strftime('%F %T')} {' '.join(spec.command)}\n".encode())
+            log.write(f"--- {time.strftime('%F %T')} {' '.join(spec.command)}\n".encode())  # see `last_lines`
             log.flush()
             process = await self.family.spawn(spec.command, log, {**os.environ, **spec.environment})
         self.process = process
@@ -152,9 +154,12 @@ def describe_exit(code: int) -> str:
 
 
 def last_lines(log: Path, count: int = 15) -> list[str]:
+    """The end of what the last start wrote: nothing before its mark, and not the mark."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 16384))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
+    marks = [at for at, line in enumerate(lines) if re.match(r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line)]
+    return lines[marks[-1] + 1 if marks else 0 :][-count:]

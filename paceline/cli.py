@@ -15,8 +15,10 @@ from paceline.engine_options import (
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
     LAYERS,
+    PORT,
     add_engine_options,
     add_model_options,
+    check_ranks,
     daemon_config,
     model_folder,
 )
@@ -74,9 +76,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
             help="layers of each rank (default: balanced by cost)",
         )
     group.add_argument("--host", default="127.0.0.1", help="address the gateway listens on (default: %(default)s)")
-    group.add_argument(
-        "--port", type=AT_LEAST_ZERO, default=8000, help="of the gateway; 0: any free one (default: %(default)s)"
-    )
+    group.add_argument("--port", type=PORT, default=8000, help="of the gateway; 0: any free one (default: %(default)s)")
     group.add_argument("--ask", metavar="QUESTION", help="ask this once the cluster is ready, then go on serving")
     _add_run_dir(group)
     add_engine_options(parser)
@@ -105,7 +105,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     about = "check this machine: libraries, limits, devices, ports"
     parser = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=AT_LEAST_ZERO, default=8000, help="that the gateway would use (default: 8000)")
+    parser.add_argument("--port", type=PORT, default=8000, help="that the gateway would use (default: 8000)")
     parser.set_defaults(run=_run_doctor)
 
 
@@ -136,7 +136,7 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             help=f"gRPC addresses of {role} instances",
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=AT_LEAST_ZERO, default=8000, help="default: %(default)s")
+    parser.add_argument("--port", type=PORT, default=8000, help="default: %(default)s")
     add_model_options(parser)
     group = parser.add_argument_group("limits")
     group.add_argument(
@@ -230,7 +230,9 @@ def _run_gateway(options: argparse.Namespace) -> int:
 def _run_instance(options: argparse.Namespace) -> int:
     from paceline.start import run_instance
 
-    return run_instance(daemon_config(options, model_folder(options)))
+    model = model_folder(options)
+    check_ranks(model, ("--layers", options.layers, "--pp", options.pp))
+    return run_instance(daemon_config(options, model))
 
 
 def _version() -> str:

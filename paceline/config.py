@@ -76,6 +76,13 @@ def parse_address(text: str) -> str:
     return text
 
 
+def parse_port(text: str) -> int:
+    """`"8000"` → 8000; 0 is a port too: any free one."""
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise ValueError(f"not a port: {text!r} (0 to 65535)")
+    return int(text)
+
+
 def parse_layers(text: str) -> tuple[int, ...]:
     """`"8,7,8,7"` → layers of each rank."""
     try:
@@ -108,5 +115,6 @@ def port_problem(host: str, port: int) -> str:
             probe.bind((host, port))
             probe.listen(1)
         except OSError as error:
-            return os.strerror(error.errno or 0)
+            # The numbers of name resolution are not those of the system.
+            return error.strerror or str(error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
     return ""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import parse_address, parse_layers, parse_size
+from paceline.config import parse_address, parse_layers, parse_port, parse_size
 
 if TYPE_CHECKING:
     from pipeline.io.instance_config import DaemonConfig
@@ -74,6 +74,7 @@ AT_LEAST_ONE = checked(positive, "number")
 AT_LEAST_ZERO = checked(natural, "number")
 SIZE = checked(parse_size, "size")
 ADDRESS = checked(parse_address, "address")
+PORT = checked(parse_port, "port")
 
 
 def layer_split(text: str) -> str:
@@ -187,6 +188,32 @@ def model_folder(options: argparse.Namespace) -> Path:
         hint = "" if options.model else "; make it with `python -m engine.smollm2`"
         raise SystemExit(f"paceline: no model in {folder} (config.json is missing){hint}")
     return folder.absolute()
+
+
+def check_ranks(model: Path, *splits: tuple[str, str, str, int]) -> None:
+    """Ends the command if the model's layers cannot be shared out so: (flag, layers, flag, ranks) of each split."""
+    from engine.checkpoint import parse_split, read_spec
+
+    for layers_flag, layers, ranks_flag, ranks in splits:
+        if layers and (count := len(parse_layers(layers))) != ranks:
+            raise SystemExit(
+                f"paceline: {layers_flag} gives {count} rank{'s' * (count != 1)}, {ranks_flag} says {ranks}"
+            )
+    try:
+        total = read_spec(model).layers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise SystemExit(f"paceline: the model in {model} cannot be used: {what}") from error
+    for layers_flag, layers, ranks_flag, ranks in splits:
+        if ranks > total:
+            raise SystemExit(
+                f"paceline: {ranks_flag} {ranks} is too many: the model has {total} layers and every rank needs one"
+            )
+        try:
+            if layers:
+                parse_split(layers, total)
+        except ValueError as error:
+            raise SystemExit(f"paceline: {layers_flag}: {error}") from error
 
 
 def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:

@@ -32,7 +32,7 @@ class InstanceProbe:
 
     async def __call__(self) -> Answer:
         told = await self._stub.Describe(bootstrap_pb2.DescribeRequest())
-        return Answer(told.serving, describe_progress(told))
+        return Answer(told.serving, describe_progress(told), describe_limit(told))
 
     async def close(self) -> None:
         await self._channel.close()
@@ -68,6 +68,17 @@ def describe_progress(told: bootstrap_pb2.DescribeResponse) -> str:
     if loading:
         return f"loading {sum(rank.loaded for rank in told.ranks) / len(told.ranks):.0f} %"
     return told.not_serving_reason or "starting"
+
+
+def describe_limit(told: bootstrap_pb2.DescribeResponse) -> str:
+    """One line if the pool holds less than the context, else nothing."""
+    room = told.pages * told.page_size
+    if not told.serving or not 0 < room < told.max_model_len:
+        return ""
+    return (
+        f"prompt plus output are limited to {room} tokens: that is what the KV pool holds ({told.pages} pages of "
+        f"{told.page_size}); raise --pages or --kv-memory for the whole context of {told.max_model_len}"
+    )
 
 
 async def close_all(probes: list[InstanceProbe | GatewayProbe]) -> None:

@@ -1,11 +1,12 @@
 """`paceline replay`: what a rank decided, from its flight recording, and where two ranks first differ.
 
 In: a dump or segment file (the daemon's log names it). Out: one line per decision; exit code 1 if the
-replay does not give the recorded digests, or if `--diff` finds a difference.
+replay does not give the recorded digests, if nothing touched the `--request`, or if `--diff` finds a difference.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +24,11 @@ def load(path: str) -> Flight:
     """Raises `SystemExit` with what is wrong with the file."""
     try:
         flight = recorder.read(Path(path).read_bytes())
-    except (OSError, recorder.FlightError) as error:
-        raise SystemExit(f"paceline: {path}: {error}") from error
+    except OSError as error:
+        raise SystemExit(f"paceline: cannot read {path}: {error.strerror}") from error
+    except recorder.FlightError as error:
+        detail = str(error).removeprefix("not a flight recording: ")
+        raise SystemExit(f"paceline: {path} is not a flight recording ({detail})") from error
     if flight.header.role not in ROLES:
         raise SystemExit(f"paceline: {path}: unknown role {flight.header.role!r}")
     return flight
@@ -44,22 +48,28 @@ def run(path: str, until: int | None, diff: str | None, request: str | None) -> 
 
 
 def _replay(flight: Flight, until: int | None, request: str | None) -> int:
+    shown = 0
     for step in replay(flight, ROLES[flight.header.role]):
         if until is not None and step.record.entry.seq > until:
             break
-        _print(step, request)
+        shown += _print(step, request)
         if not step.same:
             found = compare(step.record.entry, step.record.notes, step.notes)
             print(f"DIFFERS from the recording at {found or f'seq {step.record.entry.seq}'}")
             return 1
+    if request is not None and not shown:
+        span = "in this recording" if until is None else f"up to seq {until}"
+        print(f"nothing touched request {request} {span}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _print(step: Step, request: str | None) -> None:
-    entry = step.record.entry
-    for note in step.notes:
-        if request is None or request in note:
-            print(f"seq {entry.seq:>7} {' '.join(map(str, note))}")
+def _print(step: Step, request: str | None) -> int:
+    """Returns how many lines it printed."""
+    notes = [note for note in step.notes if request is None or request in note]
+    for note in notes:
+        print(f"seq {step.record.entry.seq:>7} {' '.join(map(str, note))}")
+    return len(notes)
 
 
 def _diff(left: Flight, right: Flight) -> int:

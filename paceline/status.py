@@ -26,7 +26,7 @@ async def status(run_dir: Path, addresses: list[str] | None, timeout: float, as_
     cluster = None if addresses else read_cluster(run_dir)
     if cluster is None and not addresses:
         raise SystemExit(
-            f"paceline: no cluster runs in {run_dir}; start one with `paceline up`, name its --run-dir, "
+            f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
             "or name instances with --address"
         )
     report = await collect(cluster, addresses or [], timeout)

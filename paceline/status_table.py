@@ -33,7 +33,7 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
         yield f"  not serving: {instance['not_serving_reason']}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
-    yield from _aligned([HEADINGS, *(_rank(rank) for rank in instance["ranks"])])
+    yield from _aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])
     if verdict := _agreement(instance["ranks"]):
         yield f"  {verdict}"
     for rank in instance["ranks"]:
@@ -54,11 +54,12 @@ def _agreement(ranks: list[dict[str, Any]]) -> str:
     return "all ranks agree" if len(digests) == 1 and len(ranks) == sum(r["answered"] for r in ranks) > 1 else ""
 
 
-def _rank(rank: dict[str, Any]) -> tuple[str, ...]:
+def _rank(rank: dict[str, Any], phase: str) -> tuple[str, ...]:
     begin, end = rank["layers"]
+    silent = phase if phase in ("loading", "restarting") else "NO ANSWER"  # those two cannot answer yet
     return (
         str(rank["rank"]),
-        str(rank["pid"]) if rank["answered"] else f"{rank['pid']} NO ANSWER",
+        str(rank["pid"]) if rank["answered"] else f"{rank['pid']} {silent}",
         f"{begin}–{end - 1}" if end > begin else "-",
         str(rank["applied_seq"]),
         rank["digest"][:8] or "-",
@@ -68,7 +69,7 @@ def _rank(rank: dict[str, Any]) -> tuple[str, ...]:
         str(rank["rooms"]),
         str(rank["store_entries"]),
         str(rank["transfer_handles"]),
-        f"{rank['last_progress_s']:.1f} s ago",
+        f"{rank['last_progress_s']:.1f} s ago" if rank["answered"] else "-",
         rank["executing"] or "-",
     )
 

@@ -20,7 +20,7 @@ from typing import IO
 from paceline.ask import AskError, ask, curl_command
 from paceline.child import Answer, Child, Patience, last_lines
 from paceline.config import CLUSTER_FILE, Cluster, Part, free_ports, port_problem, read_cluster
-from paceline.engine_options import model_folder
+from paceline.engine_options import check_ranks, model_folder
 from paceline.family import Family
 from paceline.local_plan import Plan, plan
 from paceline.progress import Progress
@@ -35,11 +35,18 @@ async def up(options: argparse.Namespace) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with lock(run_dir):
         model = model_folder(options)
+        if problem := port_problem(options.host, 0):
+            raise SystemExit(f"paceline: cannot listen on --host {options.host}: {problem}")
         port = options.port or free_ports(options.host, 1)[0]
         if problem := port_problem(options.host, port):
             raise SystemExit(
                 f"paceline: cannot listen on {options.host}:{port}: {problem}; choose another with --port, or 0 for any"
             )
+        check_ranks(
+            model,
+            ("--prefill-layers", options.prefill_layers, "--prefill-pp", options.prefill_pp),
+            ("--decode-layers", options.decode_layers, "--decode-pp", options.decode_pp),
+        )
         return await Supervisor(plan(options, model, run_dir, port)).run(options.ask)
 
 
@@ -70,6 +77,7 @@ class Supervisor:
         self.progress = Progress(list(self.parts), sys.stderr)
         self.waiting = set(self.parts)  # not ready yet
         self.failures = dict.fromkeys(self.parts, 0)
+        self.noted = dict.fromkeys(self.parts, "")
         self.ready = asyncio.Event()
         self.over = asyncio.Event()
         self.exit_code = 0
@@ -85,7 +93,7 @@ class Supervisor:
             await self.over.wait()
         finally:
             self.progress.finish()
-            self.progress.say("stopping")
+            self.progress.say("stopping" if self.exit_code else "stopping (Ctrl-C again to stop at once)")
             serving.cancel()
             # The gateway first: it ends its clients' requests in good order while there are instances.
             await asyncio.gather(*(child.stop() for child in children if child.spec.role == "gateway"))
@@ -108,6 +116,9 @@ class Supervisor:
 
     def answered(self, name: str, answer: Answer) -> None:
         self.progress.show(name, answer.text)
+        if answer.note and answer.note != self.noted[name]:
+            self.noted[name] = answer.note
+            self.progress.say(f"{name}: {answer.note}")
         if answer.ready:
             self.waiting.discard(name)
         if not self.waiting:
@@ -121,7 +132,8 @@ class Supervisor:
             return
         self.failures[name] += 1
         if not self.ready.is_set() and (why in FINAL or self.failures[name] >= GIVE_UP_AFTER):
-            self._fail(f"{name} {why}; the end of {part.log}:", last_lines(Path(part.log)))
+            said = last_lines(Path(part.log)) or ["(it wrote nothing)"]
+            self._fail(f"{name} {why}; the end of {part.log}:", said)
         else:
             self.progress.say(f"{name} {why}; restarting it in {pause:g} s (log: {part.log})")
 

@@ -38,7 +38,7 @@ def advertised_host(listen: str, advertise: str) -> str:
     if not advertise:
         if listening.is_unspecified:
             raise BadAddress(
-                f"listening on {listen} (every address) needs an explicit advertise host: "
+                f"listening on {listen} (every address) needs an explicit advertise host (--advertise): "
                 "the address at which other hosts reach this one"
             )
         return host

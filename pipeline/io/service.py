@@ -181,7 +181,9 @@ class Server:
         else:
             why = ""
         if not port:
-            raise BadAddress(f"cannot listen on {listen}; is another process using that port?{why}")
+            raise BadAddress(
+                f"cannot listen on {listen}: the port is in use, or the address is not one of this host{why}"
+            )
         await self._server.start()
         return port
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from consensus import recorder
+from consensus.recorder import Header
 from gateway.app import parse_arguments
-from paceline.cli import build_parser
+from paceline.cli import build_parser, main
 from paceline.config import free_ports, parse_address, parse_layers, parse_size, port_problem
-from paceline.engine_options import SHARED, daemon_config
-from paceline.local_plan import plan
+from paceline.engine_options import SHARED, check_ranks, daemon_config
+from paceline.local_plan import Plan, plan
 from paceline.start import gateway_arguments
+from pipeline import snapshot
 from pipeline.io.instance_config import DaemonConfig
+from tests.pipeline.ring import Pair
 
 MODEL = Path("/models/tiny")
 
@@ -69,7 +77,11 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
         "up --prefill-instances 2 --prefill-pp 3 --decode-layers 20,10 --page-size 8 --kv-memory 64M --host 0.0.0.0 "
         "--stage-timeout 7.5 --transfer-device mlx5_0"
     )
-    made = plan(options, MODEL, tmp_path, 4321)
+
+    async def planned() -> Plan:  # its probes want an event loop
+        return plan(options, MODEL, tmp_path, 4321)
+
+    made = asyncio.run(planned())
     assert [spec.name for spec in made.specs] == ["prefill-0", "prefill-1", "decode-0", "gateway"]
     assert made.url == "http://127.0.0.1:4321"
     configs = []
@@ -97,6 +109,8 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
     [
         ("up --prefill-pp 0", "must be at least 1"),
         ("up --pages -1", "cannot be negative"),
+        ("up --port 99999", "argument --port: not a port: '99999' (0 to 65535)"),
+        ("gateway --prefill a:1 --decode a:2 --port -1", "argument --port: not a port: '-1' (0 to 65535)"),
         ("up --kv-memory lots", "not a size: 'lots' (examples: 512M"),
         ("prefill --listen 9000", "not an address: '9000' (example: 127.0.0.1:9000)"),
         ("prefill --layers 3,x", "not a layer split: '3,x' (example: 19,11)"),
@@ -110,6 +124,95 @@ def test_mistakes_are_explained(line: str, message: str, capsys: pytest.CaptureF
         parse(line)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def thirty_layers(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512, "eos_token_id": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("up --port 0 --prefill-layers 10,10,10", "--prefill-layers gives 3 ranks, --prefill-pp says 2"),
+        ("up --port 0 --decode-layers 30", "--decode-layers gives 1 rank, --decode-pp says 2"),
+        (
+            "up --port 0 --decode-layers 10,10",
+            "--decode-layers: layer split '10,10' adds up to 20, but the model has 30",
+        ),
+        ("up --port 0 --decode-pp 31", "--decode-pp 31 is too many: the model has 30 layers and every rank needs one"),
+        ("prefill --layers 15,15", "--layers gives 2 ranks, --pp says 1"),
+        ("decode --layers 15,14 --pp 2", "--layers: layer split '15,14' adds up to 29, but the model has 30 layers"),
+        ("decode --pp 99", "--pp 99 is too many: the model has 30 layers and every rank needs one"),
+    ],
+)
+def test_a_split_that_the_model_cannot_have_is_said_before_anything_starts(
+    line: str, message: str, thirty_layers: Path
+) -> None:
+    run = thirty_layers / "run"
+    with pytest.raises(SystemExit) as ended:
+        main([*shlex.split(line), "--model", str(thirty_layers), "--run-dir", str(run)])
+    assert message in str(ended.value.code)
+    assert not (run / "logs").exists()
+
+
+def test_a_split_that_fits_is_no_problem(thirty_layers: Path) -> None:
+    check_ranks(thirty_layers, ("--prefill-layers", "20,10", "--prefill-pp", 2), ("--layers", "", "--pp", 30))
+
+
+def test_a_model_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    with pytest.raises(SystemExit, match=r"the model in .* cannot be used: model_type 'abacus' is not supported"):
+        check_ranks(tmp_path, ("--layers", "", "--pp", 1))
+
+
+def test_make_hands_on_a_question_as_it_is() -> None:
+    """`make -n` shows that the question is no part of the command; its text is in the environment."""
+    question = """say "hi", it's $5 `id` $(HOME)"""
+    script = 'include Makefile\nshow: export ASK := $(ASK)\nshow:\n\t@printf %s "$$ASK"\n'
+    for arguments, environment in (([f"ASK={question}"], {}), ([], {"ASK": question})):
+        shown = subprocess.run(
+            ["make", "-f", "-", "show", *arguments], input=script, capture_output=True, text=True, check=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        assert shown.stdout == question
+        planned = subprocess.run(
+            ["make", "-n", "run", *arguments], capture_output=True, text=True, check=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        assert 'up --ask="$ASK"' in planned.stdout
+
+
+def test_a_file_that_is_no_recording_is_said(tmp_path: Path) -> None:
+    (tmp_path / "photo").write_bytes(b"\x89PNG not a recording at all")
+    for name in ("photo", "empty"):
+        (tmp_path / name).touch()
+        with pytest.raises(SystemExit, match=rf"^paceline: \S+/{name} is not a flight recording \([^()]+\)$"):
+            main(["replay", str(tmp_path / name)])
+    with pytest.raises(SystemExit, match=r"^paceline: cannot read \S+/none: No such file or directory$"):
+        main(["replay", str(tmp_path / "none")])
+
+
+def test_a_request_that_the_recording_does_not_know_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair(7, 1, 1)
+    start = msgspec.msgpack.encode(snapshot.take(pair.decode.cores[0].replica))
+    pair.submit("r", prompt=9, out=3)
+    pair.run()
+    records = pair.decode.cores[0].recorder.records()
+    file = tmp_path / "decode.flight"
+    file.write_bytes(b"".join(map(recorder.frame, (Header("decode", "D", 1, 0, start), *records))))
+    assert main(["replay", str(file), "--request", "r"]) == 0
+    assert " open r " in capsys.readouterr().out
+    assert main(["replay", str(file), "--request", "s"]) == 1
+    assert capsys.readouterr().err == "nothing touched request s in this recording\n"
+    assert main(["replay", str(file), "--request", "r", "--until", "0"]) == 1
+    assert capsys.readouterr().err == "nothing touched request r up to seq 0\n"
 
 
 def test_sizes_addresses_and_layers() -> None:

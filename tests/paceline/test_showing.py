@@ -16,7 +16,7 @@ from aiohttp import web
 from paceline import doctor
 from paceline.ask import AskError, ask, curl_command, parse_event
 from paceline.child import describe_exit, last_lines
-from paceline.health import describe_progress
+from paceline.health import describe_limit, describe_progress
 from paceline.progress import Progress
 from paceline_proto.v1 import bootstrap_pb2
 
@@ -63,6 +63,18 @@ def test_progress_of_an_instance_in_words() -> None:
     assert describe_progress(bootstrap_pb2.DescribeResponse()) == "starting"
 
 
+def test_a_pool_smaller_than_the_context_is_said() -> None:
+    told = bootstrap_pb2.DescribeResponse(serving=True, pages=4, page_size=16, max_model_len=512)
+    assert describe_limit(told) == (
+        "prompt plus output are limited to 64 tokens: that is what the KV pool holds (4 pages of 16); raise --pages "
+        "or --kv-memory for the whole context of 512"
+    )
+    told.pages = 32
+    assert describe_limit(told) == ""
+    told.pages, told.serving = 4, False  # not known yet
+    assert describe_limit(told) == ""
+
+
 def test_exits_in_words() -> None:
     assert [describe_exit(code) for code in (0, 3, -9, -199)] == [
         "exited with 0", "exited with 3", "was killed by SIGKILL", "was killed by signal 199",
@@ -74,6 +86,9 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     log.write_text("".join(f"{n}\n" for n in range(9999)))
     assert last_lines(log, 2) == ["9997", "9998"]
     assert last_lines(tmp_path / "none") == []
+    with log.open("a") as file:
+        file.write("--- 2026-01-02 03:04:05 python -m much\nnew\n--- a line of its own\n")
+    assert last_lines(log) == ["new", "--- a line of its own"]
 
 
 def test_the_curl_to_try_survives_a_shell() -> None:
@@ -87,9 +102,11 @@ def test_events_are_parsed() -> None:
     assert [parse_event(line) for line in (b"\n", b": comment\n", b"data: [DONE]\n")] == [None] * 3
 
 
-async def asked(reply: Any) -> str:
+async def asked(reply: Any, tokenize: Any = None) -> str:
     """What `ask` prints when a gateway replies so."""
     application = web.Application()
+    if tokenize is not None:
+        application.router.add_post("/tokenize", tokenize)
     application.router.add_post("/v1/chat/completions", reply)
     runner = web.AppRunner(application)
     await runner.setup()
@@ -121,6 +138,19 @@ def test_an_answer_is_printed_as_it_comes() -> None:
     text = asyncio.run(asked(reply))
     assert text.startswith("Good day\n(2 tokens in ")
     assert text.endswith("ended by stop)\n")
+
+
+@pytest.mark.parametrize(("context", "wanted"), [(64, 24), (8192, 128), (40, 128)])
+def test_a_question_asks_for_no_more_than_fits(context: int, wanted: int) -> None:
+    async def tokenize(request: web.Request) -> web.Response:
+        assert (await request.json())["messages"] == [{"role": "user", "content": "Hello?"}]
+        return web.json_response({"count": 40, "max_model_len": context, "tokens": []})
+
+    async def reply(request: web.Request) -> web.Response:
+        assert (await request.json())["max_tokens"] == wanted
+        return web.Response(text='data: {"choices": [{"delta": {"content": "Yes"}, "finish_reason": "stop"}]}\n\n')
+
+    assert asyncio.run(asked(reply, tokenize)).startswith("Yes\n")
 
 
 def test_no_answer_is_an_error_that_says_why() -> None:

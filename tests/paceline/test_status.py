@@ -15,7 +15,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.config import Cluster, Part, free_ports
-from paceline.status_table import counted
+from paceline.status import instance_report
+from paceline.status_table import counted, render
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, common_pb2
 
 RANKS = [
@@ -170,6 +171,19 @@ def test_instances_of_a_local_cluster_are_found(shown: Callable[..., tuple[int, 
 def test_no_cluster_is_a_clear_message(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no cluster runs in .*start one with `paceline up`"):
         main(["status", "--run-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"no cluster runs in {Path.cwd()}/nowhere;"):
+        main(["status", "--run-dir", "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"), [("loading", "101 loading"), ("restarting", "101 restarting"), ("serving", "101 NO ANSWER")]
+)
+def test_a_rank_that_cannot_answer_yet_is_not_called_silent(phase: str, said: str) -> None:
+    status = admin_pb2.StatusResponse(phase=phase, ranks=[admin_pb2.RankStatus(rank=0, pid=101, layer_end=30)])
+    told = instance_report("p", "prefill", "a:1", bootstrap_pb2.DescribeResponse(), status, "")
+    out = render({"gateway": None, "instances": [told]})
+    assert said in out
+    assert "s ago" not in out
 
 
 def test_counts_leave_out_zeros() -> None:

@@ -99,6 +99,7 @@ def test_a_cluster_becomes_ready_and_stops_leaving_nothing(tmp_path: Path) -> No
         up.process.send_signal(signal.SIGINT)
         assert up.ends() == 0
         assert gone(family)
+        assert "stopping (Ctrl-C again to stop at once)\n" in up.said
         assert "stopped" in up.said
         assert "restarting" not in up.said
         assert read_cluster(tmp_path) is None
@@ -161,12 +162,14 @@ def test_nothing_survives_the_sudden_death_of_up(tmp_path: Path) -> None:
 
 
 def test_a_part_that_cannot_start_ends_the_command_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/prefill-0.log").write_text("--- 2026-01-02 03:04:05 python -m old\nof an earlier run\n")
     with running(tmp_path, "prefill-0=broken", "gateway=") as up:
         family = up.family()
         assert up.ends() == 1
         assert "prefill-0 exited with 3; restarting it in 0.1 s" in up.said
         assert re.search(
-            r"prefill-0 exited with 3; the end of .*prefill-0\.log:\n(    .*\n)*    the scripted reason", up.said
+            r"prefill-0 exited with 3; the end of .*prefill-0\.log:\n    the scripted reason\nstopping\n", up.said
         )
         assert gone(family)
 
@@ -185,6 +188,14 @@ def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             main(["up", "--port", str(port), "--model", str(tmp_path), "--run-dir", str(tmp_path / "run")])
+
+
+def test_a_host_that_does_not_exist_is_said_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for port in ("0", "8000"):
+        with pytest.raises(SystemExit, match=r"^paceline: cannot listen on --host nosuch\.invalid: [A-Z][a-z ]+$"):
+            main(["up", "--host", "nosuch.invalid", "--port", port, "--model", str(tmp_path),
+                  "--run-dir", str(tmp_path / "run")])  # fmt: skip
 
 
 def test_a_missing_model_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_reachable_addresses_are_told(listen: str, advertise: str, told: str) ->
 
 @pytest.mark.parametrize(
     ("listen", "advertise", "says"),
-    [("0.0.0.0:1", "", "needs an explicit advertise"), ("0.0.0.0:1", "localhost", "loopback"),
+    [("0.0.0.0:1", "", "needs an explicit advertise host .--advertise"), ("0.0.0.0:1", "localhost", "loopback"),
      ("10.1.2.3:1", "127.0.0.1", "loopback"), ("0.0.0.0:1", "0.0.0.0", "not the address of a host"),
      ("127.0.0.1:1", "10.1.2.3", "cannot be reached"), ("host", "", "not host:port"), ("h:99999", "", "not host:port")],
 )  # fmt: skip
