@@ -61,6 +61,9 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest.digest(), "little") >> 11) * 2.0**-53
 
 
+_LARGEST = 1e30  # finite in float32 with room for what is done to it afterwards
+
+
 def adjust(logits: torch.Tensor, wish: Sample) -> torch.Tensor:
     """Steps 1 and 2 on one row of float32 logits `[vocab]`; returns a new row."""
     params, row = wish.params, logits.clone()
@@ -78,7 +81,8 @@ def adjust(logits: torch.Tensor, wish: Sample) -> torch.Tensor:
         ids = _ids(counts.keys(), len(row))
         times = torch.tensor(list(counts.values()), dtype=torch.float32)
         row[ids] = row[ids] - params.frequency_penalty * times - params.presence_penalty
-    return row
+    # Extreme penalties and biases overflow, and inf - inf is no number; -inf stays what it means, "never".
+    return torch.nan_to_num(row, nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
 
 
 def candidates(row: torch.Tensor, params: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +91,8 @@ def candidates(row: torch.Tensor, params: Sampling) -> tuple[torch.Tensor, torch
     int64 `[m]` and float64 `[m]`, m >= 1; the probabilities sum to 1.
     """
     scaled = row.double() / params.temperature
+    if not bool((scaled > -torch.inf).any()):  # nothing may come: the lowest id, as argmax would have it
+        return torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
     ids = (scaled > -torch.inf).nonzero().squeeze(1)
     if params.min_p > 0:
         # p / p_best >= min_p, without the need to normalize

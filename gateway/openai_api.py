@@ -235,11 +235,11 @@ def _check_sampling(request: GenerationRequest) -> None:
         raise invalid("n must be 1: one choice per request", "n")
     if request.max_tokens is not None and request.max_tokens < 1:
         raise _below("max_tokens", request.max_tokens, 1)
-    _within("temperature", request.temperature, 0, 1000)
+    _within("temperature", request.temperature, 0, 100)
     _within("top_p", request.top_p, 0, 1, open_low=True)
     _within("top_k", request.top_k, -1, _BIGGEST)
     _within("min_p", request.min_p, 0, 1)
-    _within("repetition_penalty", request.repetition_penalty, 0, 1000, open_low=True)
+    _within("repetition_penalty", request.repetition_penalty, 0.01, 100)
     _within("presence_penalty", request.presence_penalty, -2, 2)
     _within("frequency_penalty", request.frequency_penalty, -2, 2)
     _within("min_tokens", request.min_tokens, 0, _BIGGEST)

@@ -76,9 +76,13 @@ class Child:
         pause = self.patience.first_pause
         while not self.stopping:
             began = time.monotonic()
-            process = await self._start()
-            why = await self._watch(process)
-            self.family.buried(process.pid)
+            try:
+                process = await self._start()
+            except OSError as error:  # a full disk, say: it may have room again
+                why = f"could not be started: {error}"
+            else:
+                why = await self._watch(process)
+                self.family.buried(process.pid)
             if self.stopping:
                 return
             if time.monotonic() - began > self.patience.steady:

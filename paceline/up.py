@@ -88,6 +88,8 @@ class Supervisor:
         self._handle_signals(family)
         self.progress.say(f"starting {len(children)} processes; logs in {self.plan.run_dir / 'logs'}/")
         tasks = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
+        for task in tasks:
+            task.add_done_callback(self._notice)
         serving = asyncio.create_task(self._serve(question))
         try:
             await self.over.wait()
@@ -154,6 +156,11 @@ class Supervisor:
         else:
             self.progress.say("serving; Ctrl-C stops")
 
+    def _notice(self, task: asyncio.Task[None]) -> None:
+        """Nobody would restart a part whose keeper has died: then all of it ends, with the reason."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self.over.is_set():
+            self._fail(f"{task.get_name()} cannot be looked after: {type(error).__name__}: {error}", [])
+
     def _handle_signals(self, family: Family) -> None:
         def stop() -> None:
             if self.over.is_set():  # asked twice: no more patience
@@ -165,9 +172,12 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, stop)
 
     def _record(self) -> None:
-        Cluster(
-            up_pid=os.getpid(), url=self.plan.url, model_name=self.plan.model_name, parts=list(self.parts.values())
-        ).write(self.plan.run_dir)
+        parts = list(self.parts.values())
+        cluster = Cluster(up_pid=os.getpid(), url=self.plan.url, model_name=self.plan.model_name, parts=parts)
+        try:
+            cluster.write(self.plan.run_dir)
+        except OSError as error:  # the cluster runs on; only `paceline status` does not find it
+            self.progress.say(f"cannot record the cluster in {self.plan.run_dir}: {error}")
 
     def _fail(self, reason: str, details: list[str]) -> None:
         self.exit_code = 1

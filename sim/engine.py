@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 1_000_000  # after which a handle that waits for a cut link is called failed
 SUSPICION = 1_000_000  # of unknown fate for so long: the engine is replaced
-DRAIN = 300_000  # that the healthy handles of a retired engine get to end
+DRAIN = 500_000  # that the healthy handles of a retired engine get to end
 
 
 @dataclass(slots=True)

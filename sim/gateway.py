@@ -101,6 +101,8 @@ class GatewayModel:
     def _submitted(self, attempt: Attempt, side: Side, spec: RequestSpec) -> None:
         """At the instance."""
         incarnation = self.world.instances[attempt.names[side]]
+        if attempt.open.get(side, incarnation) is not None and attempt.open.get(side) is not incarnation:
+            return  # a repeated call on a connection that ended with its instance
         if incarnation is None or not incarnation.alive:
             self.world.from_instance(attempt.names[side], self._broke, attempt.key, side, None)
             return

@@ -109,6 +109,7 @@ class SendingSide:
         """
         if dead:
             self._lost.put(f"{instance}#{epoch}", reason)
+        self._unpark(instance, epoch)
         plans = self._plans.get(instance, {})
         plans.pop(epoch, None)
         if not plans:
@@ -287,6 +288,15 @@ class SendingSide:
         waiting[peer] = message
         self._parked.put(message.room, waiting)
         return []
+
+    def _unpark(self, instance: str, epoch: int) -> None:
+        """What this incarnation said about rooms that our log has not opened is void."""
+        for room, waiting in self._parked.items():
+            kept = {peer: early for peer, early in waiting.items() if (peer.instance, peer.epoch) != (instance, epoch)}
+            if not kept:
+                self._parked.pop(room)
+            elif len(kept) < len(waiting):
+                self._parked.put(room, kept)
 
     def _on_stop(self, peer: Peer, message: Stop) -> list[SenderAction]:
         room = self._rooms.get(message.room)

@@ -30,6 +30,9 @@ class Remembered(Generic[T]):
     def pop(self, key: str) -> T | None:
         return self._items.pop(key, None)
 
+    def items(self) -> list[tuple[str, T]]:
+        return list(self._items.items())
+
     def values(self) -> list[T]:
         return list(self._items.values())
 

@@ -71,7 +71,7 @@ def _params_of(wire: generation_pb2.SamplingParams, limits: Limits) -> SamplingP
     _check_range("sampling.temperature", wire.temperature, 0.0, 100.0)
     _check_range("sampling.top_p", wire.top_p, 0.0, 1.0, above=True)
     _check_range("sampling.min_p", wire.min_p, 0.0, 1.0)
-    _check_range("sampling.repetition_penalty", wire.repetition_penalty, 0.0, 100.0, above=True)
+    _check_range("sampling.repetition_penalty", wire.repetition_penalty, 0.01, 100.0)
     _check_range("sampling.presence_penalty", wire.presence_penalty, -2.0, 2.0)
     _check_range("sampling.frequency_penalty", wire.frequency_penalty, -2.0, 2.0)
     if wire.seed >= _SEEDS:

@@ -49,6 +49,7 @@ class Daemon:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, str(config.rank).encode())
         self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.SNDHWM, control.HIGH_WATER)
         self.socket.connect(config.control)
 
     def say(self, message: control.ToDaemon) -> None:

@@ -61,6 +61,10 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     dump_dir: str  # where a rank writes its flight recorder when it fail-stops
 
 
+# Messages that may wait for a daemon that stands still, at each end: seconds of tokens of a busy instance.
+HIGH_WATER = 200_000
+
+
 # daemon → rank
 
 

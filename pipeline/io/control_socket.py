@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from pipeline.io.control import ToDaemon, ToRank
+from pipeline.io.control import HIGH_WATER, ToDaemon, ToRank
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class ControlSocket:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error, not silence, for a rank that is not there
         self._socket.setsockopt(zmq.SNDHWM, outbox)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME)
         self._socket.bind(endpoint)
         self._fd = int(self._socket.getsockopt(zmq.FD))

@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from consensus import recorder
 from consensus.log import Diverged
 from consensus.progress import Progress
 from consensus.store import Update
@@ -371,6 +372,7 @@ class Driver:
                 **replica.counters,
                 **counters,
                 "host_bytes": self._executor.host.used,
+                "recordings_lost": self._flight.lost_segments,
                 "frames_dropped": dropped + counters.get("frames_dropped", 0),
             },
             self._executor.executing(),
@@ -381,8 +383,12 @@ class Driver:
         log.error("fail-stop: %s", reason, exc_info=True)
         try:
             log.error("flight recorder written to %s", self._flight.dump(reason))
-        finally:
+        except (OSError, recorder.FlightError) as error:
+            log.error("no flight recording: %s", error)
+        try:
             self._say(control.Failing(reason))
+        except FailStop:
+            log.error("the daemon cannot be told")  # it will see the exit code
 
 
 def _audit(leases: LeaseBook) -> str:

@@ -6,6 +6,8 @@ Writes go to the page cache and survive the death of the process. `dump` joins t
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,8 @@ from pipeline import snapshot
 from pipeline.io.control import RankConfig
 from pipeline.rank import RankCore
 from pipeline.replay import difference
+
+log = logging.getLogger(__name__)
 
 SEGMENT = 4096  # entries per segment file
 KEPT_EPOCHS = 8  # incarnations of the instance whose recordings stay on disk
@@ -31,6 +35,8 @@ class FlightFiles:
         self._segments = _segments(config, config.rank)
         self._dump = folder / f"{config.instance}-e{config.epoch}-r{config.rank}.dump"
         _prune(folder, config)
+        self.lost_segments = 0  # not or not wholly recorded, for want of disk
+        self._file: io.FileIO | None = None
         self._current = 1
         self._count = 0
         self._begin()
@@ -40,10 +46,10 @@ class FlightFiles:
         fresh = self._core.recorder.fresh()
         if not fresh:
             return
-        self._file.write(b"".join(recorder.frame(record) for record in fresh))
         self._count += len(fresh)
+        if self._file is not None:
+            self._put(b"".join(recorder.frame(record) for record in fresh))
         if self._count >= SEGMENT:
-            self._file.close()
             self._begin()
 
     def dump(self, reason: str) -> Path:
@@ -67,9 +73,31 @@ class FlightFiles:
         self._current, self._count = 1 - self._current, 0
         config = self._config
         state = msgspec.msgpack.encode(snapshot.take(self._core.replica))
-        # Unbuffered: what was handed to the kernel survives a kill -9 of this process.
-        self._file = open(self._segments[self._current], "wb", buffering=0)  # noqa: SIM115
-        self._file.write(recorder.frame(Header(config.role, config.instance, config.epoch, config.rank, state)))
+        if self._file is not None:
+            self._file.close()
+        try:
+            # Unbuffered: what was handed to the kernel survives a kill -9 of this process.
+            self._file = open(self._segments[self._current], "wb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            self._stop(error)
+            return
+        self._put(recorder.frame(Header(config.role, config.instance, config.epoch, config.rank, state)))
+
+    def _put(self, data: bytes) -> None:
+        """A full disk ends the recording of this segment, not the service; the next segment tries again."""
+        assert self._file is not None
+        try:
+            if self._file.write(data) != len(data):  # unbuffered writes may be short
+                raise OSError(f"only a part of {len(data)} bytes could be written")
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self.lost_segments += 1
+        log.error("the flight recorder pauses: %s", error)
 
 
 def _segments(config: RankConfig, rank: int) -> tuple[Path, Path]:

@@ -163,3 +163,17 @@ def test_wrong_input_is_refused() -> None:
     with pytest.raises(FloatingPointError, match="row 1"):
         sample(broken, [Wish()] * 3)
     assert sample(rows(2)[:0], []) == []
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"top_p": 0.5}, {}, {"top_k": 3}])
+@pytest.mark.parametrize("penalty", [1e-40, 1e-30, 1e38])
+def test_parameters_that_overflow_give_a_token_that_may_come(params: dict[str, float], penalty: float) -> None:
+    logits = torch.linspace(-30, 30, 50).repeat(1, 1)
+    wish = Wish(params=Params(temperature=1.0, repetition_penalty=penalty, **params), prompt=(3, 49), forbidden=(0,))
+    (chosen,) = sample(logits, [wish])
+    assert 0 < chosen.token < 50
+
+
+def test_when_nothing_may_come_the_answer_is_still_a_token() -> None:
+    wish = Wish(params=Params(temperature=1.0), forbidden=tuple(range(8)))
+    assert sample(torch.zeros(1, 8), [wish])[0].token == 0

@@ -45,3 +45,18 @@ def test_recordings_of_old_epochs_are_deleted_and_others_stay(tmp_path: Path) ->
     FlightFiles(config_for(tmp_path, epoch=10), Pair(1, 1, 1).decode.cores[0])
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["D-e1-r1.dump", "D-e10-r0.a.flight", "D-e9-r0.dump", "D-ex-r0.dump", "E-e1-r0.dump"]
+
+
+def test_a_full_disk_pauses_the_recording_and_not_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_module, "SEGMENT", 15)
+    pair = Pair(11, 1, 1)
+    files = FlightFiles(config_for(tmp_path), pair.decode.cores[0])
+    assert files._file is not None
+    files._file.close()
+    files._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    for i in range(4):
+        pair.submit(f"r{i}", prompt=3, out=4)
+        pair.run()
+        files.write()
+    assert files.lost_segments == 1, "the next segment was written again"
+    assert recorder.read(files.dump("later").read_bytes()).records

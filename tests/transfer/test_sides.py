@@ -298,3 +298,16 @@ def test_an_epoch_that_is_gone_fails_its_room() -> None:
     observed = side.peer_ready("p", 2, ONE)[0]
     assert observed == Observe("r/0", "prealloc", False, "p epoch 1 is gone, epoch 2 answers")
     assert isinstance(side.open("s/0", "p", 1, 4)[0], Observe)
+
+
+def test_what_a_lost_peer_parked_does_not_take_the_place_of_others() -> None:
+    side = SendingSide(0, ONE, True, parked_rooms=2)
+    gone, here = Peer("d", 1, 0), Peer("e", 1, 0)
+    for peer in (gone, here):
+        side.peer_connected(peer, ONE)
+    for room in ("a/0", "b/0"):
+        assert side.on_message(gone, Destinations(room, 4, (0,))) == []
+    assert isinstance(side.on_message(here, Destinations("c/0", 4, (0,)))[0].message, Failed), "full"
+    side.peer_lost("d", 1, "killed", dead=True)
+    assert side.on_message(here, Destinations("f/0", 4, (0,))) == []
+    assert side.open("f/0", "e", 1, 4) == [Observe("f/0", "bootstrap", True)]
