@@ -24,6 +24,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Reason = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Pages = Annotated[tuple[Annotated[int, Meta(ge=0, le=(1 << 40))], ...], Meta(max_length=1 << 18)]
+Endpoint = Annotated[bytes, Meta(max_length=1 << 16)]  # libraries need hundreds of bytes
 Payload = Annotated[bytes, Meta(max_length=1 << 20)]
 
 
@@ -44,7 +45,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     terms: Terms
     topology: Topology
     regions: RegionTable
-    endpoint: Payload  # the transfer engine's, opaque here
+    endpoint: Endpoint  # the transfer engine's, opaque here
     host: Name
 
 

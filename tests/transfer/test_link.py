@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.transfer.rig import DECODE, HOST, PREFILL, Rig, engine_for, terms
 from transfer.actions import Observe, Peer
 from transfer.handshake import objection
+from transfer.io import link
 from transfer.io.receiving_port import ReceivingPort
 from transfer.io.sending_port import SendingPort
 from transfer.messages import MAX_FRAME, Destinations, Finished, Frame, FrameError, Hello, Ping, Stop, decode, encode
@@ -216,3 +217,23 @@ def test_messages_of_another_incarnation_are_dropped_and_counted() -> None:
         assert not any(isinstance(action, Observe) for action in side.on_message(Peer(PREFILL, 1, 0), Stop("a/0", "")))
         assert side.counters.unexpected == 1
         assert isinstance(decode(encode(Frame("d", 1, 0, 7, 3, Ping()))).body, Ping)
+
+
+def test_a_full_link_gives_up_who_came_first_and_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PEERS", 3)
+    with Rig("local", 1, 1) as rig:
+        port = rig.senders[0]
+
+        def greet(name: str, epoch: int = 1) -> Peer:
+            frame = Frame(name, epoch, 0, 1, 0, hello(rig))
+            port._on_hello(name.encode(), frame, Peer(name, epoch, 0), hello(rig), 0.0)
+            return Peer(name, epoch, 0)
+
+        first, second, third = greet("a"), greet("b"), greet("c")
+        port.open("r/0", "a", 1, 4)
+        fourth = greet("d")
+        assert list(port.link.bindings) == [first, third, fourth], "a is awaited, b came next"
+        for number in range(50):
+            greet(f"x{number}")
+        assert first in port.link.bindings and len(port.link.bindings) == len(port._peers) == 3
+        assert second not in port._peers

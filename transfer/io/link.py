@@ -101,10 +101,14 @@ class LinkServer:
             self._drain(binding)
         return arrived
 
+    @property
+    def full(self) -> bool:
+        return len(self.bindings) >= PEERS
+
     def accept(self, route: bytes, frame: Frame, now: float, welcome: Welcome) -> bool:
         """Bind a link to the peer that said Hello; a former link of the same peer ends."""
         peer = Peer(frame.instance, frame.epoch, frame.rank)
-        if peer not in self.bindings and len(self.bindings) >= PEERS:
+        if peer not in self.bindings and self.full:
             return False
         self.forget(peer)
         if (former := self._routes.get(route)) is not None:

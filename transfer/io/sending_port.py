@@ -187,20 +187,30 @@ class SendingPort:
 
     def _on_hello(self, route: bytes, frame: Frame, peer: Peer, hello: Hello, now: float) -> list[Observe]:
         reason = self._refusal(peer, hello)
+        observed = [] if reason else self._make_place(peer)
         if reason is None and not self.link.accept(route, frame, now, Welcome(self._topology)):
             reason = "too many peers"
         if reason is not None:
             log.warning("refused %s: %s", _name(peer), reason)
             self.link.answer(route, frame, Refused(reason[:1000]))
-            return []
+            return observed
         self._peers[peer] = hello
         self._connect(peer)
         older = [old for old in self._peers if old.instance == peer.instance and old.epoch < peer.epoch]
-        observed: list[Observe] = []
         for epoch in dict.fromkeys(old.epoch for old in older):
             observed += self.peer_lost(peer.instance, epoch, f"it restarted as epoch {peer.epoch}", dead=True)
         self.tails.gone(peer.instance, peer.epoch - 1)
         return observed + self._apply(self.side.peer_connected(peer, hello.topology))
+
+    def _make_place(self, peer: Peer) -> list[Observe]:
+        """Peers say no goodbye. When the link is full, the one that came first and that no room waits for leaves."""
+        if peer in self.link.bindings or not self.link.full:
+            return []
+        awaited = self.side.awaited()
+        for old in self.link.bindings:
+            if (old.instance, old.epoch) not in awaited and (old.instance, 0) not in awaited:
+                return self.peer_lost(old.instance, old.epoch, "its place is needed", dead=False)
+        return []
 
     def _refusal(self, peer: Peer, hello: Hello) -> str | None:
         if hello.instance != self.identity.instance:
