@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from transfer.io import mooncake
 from transfer.io.engine import Completion
@@ -18,9 +20,13 @@ class Library:
         self.status: dict[int, int] = {}
         self.most = 0
         self.refuse = False
+        self.asked: list[str] = []
+        self.wait: Callable[[str], None] = lambda session: None
 
     def transfer_submit_write(self, session: str, src: int, dst: int, nbytes: int) -> int:
         assert nbytes <= PIECE
+        self.asked.append(session)
+        self.wait(session)
         if self.refuse:
             return 0
         identifier = next(self.ids)
@@ -142,3 +148,43 @@ def test_only_tcp_connections_to_the_port_are_cut() -> None:
         left.sendall(b"x")
         assert right.recv(1) == b"x", "not ours to cut"
         assert not mooncake._cut_connections(port)
+
+
+def test_a_mute_peer_holds_the_library_once_and_then_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+
+    def wait(session: str) -> None:
+        nonlocal now
+        if session.endswith(":1"):
+            now += 61.0  # as long as the real library was seen to sit in its first contact
+
+    monkeypatch.setattr("transfer.io.mooncake.time.monotonic", lambda: now)
+    made, library = driver()
+    library.wait = wait
+    made.connect("mute", b"mooncake/1 127.0.0.1:1")
+    library.refuse = True
+    for handle in (1, 2, 3):
+        made.begin(handle, "mute", [(0, 0, 4 * PIECE)])
+    ended = made.advance()
+    assert [(e.handle, e.quiet) for e in ended] == [(1, True), (2, True), (3, True)]
+    assert ended[1].error == ended[2].error == mooncake.MUTE
+    assert library.asked == ["127.0.0.1:1"], "one contact for all that was queued"
+    assert made.begin(4, "mute", [(0, 0, 8)]) == [Completion(4, mooncake.MUTE, quiet=True)]
+    library.refuse = False
+    made.begin(5, "b", [(0, 0, 8)])
+    made.advance()
+    library.end(1)
+    assert made.advance() == [Completion(5)], "others go on"
+    now += mooncake.FIRST_PAUSE
+    library.refuse = True
+    made.begin(6, "mute", [(0, 0, 8)])
+    made.advance()
+    assert library.asked.count("127.0.0.1:1") == 2, "it is tried again"
+    now += mooncake.FIRST_PAUSE
+    assert made.begin(7, "mute", [(0, 0, 8)])[0].error == mooncake.MUTE, "and then later"
+    now += mooncake.FIRST_PAUSE
+    library.refuse, library.wait = False, lambda session: None
+    assert made.begin(8, "mute", [(0, 0, 8)]) == []
+    made.advance()
+    library.end(1)
+    assert made.advance() == [Completion(8)], "a peer that has recovered is as good as any"

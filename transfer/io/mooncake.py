@@ -31,6 +31,9 @@ from .engine import Completion, EngineCounters, EngineError
 PIECE = 1 << 20
 WINDOW = 64
 PREFIX = b"mooncake/1 "
+MUTE = "the peer's transfer port accepts and does not answer"
+SLOW_REFUSAL = 2.0  # seconds; a refused connection is known at once
+FIRST_PAUSE, LAST_PAUSE = 10.0, 600.0
 
 ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
@@ -60,6 +63,8 @@ class _Peer:
     session: str
     dropped: bool = False
     reached: bool = False  # the library took a write to it, once
+    mute_until: float = 0.0  # its port took our first contact and said nothing: not asked again before
+    pause: float = 0.0
     queue: deque[tuple[_Handle, int, int, int]] = field(default_factory=deque)
     flying: dict[int, tuple[_Handle, int, float]] = field(default_factory=dict)  # id -> handle, bytes, deadline
 
@@ -123,6 +128,9 @@ class MooncakeDriver:
         if peer is None or peer.dropped:
             self.counters.handles_failed += 1
             return [Completion(handle, "the peer is not connected", quiet=True)]
+        if time.monotonic() < peer.mute_until:
+            self.counters.handles_failed += 1
+            return [Completion(handle, MUTE, quiet=True)]
         if any(owner.unknown for owner, _, _ in peer.flying.values()):
             self.counters.handles_failed += 1
             return [Completion(handle, "earlier writes to the peer are of unknown fate", quiet=True)]
@@ -193,8 +201,14 @@ class MooncakeDriver:
             if peer.dropped:
                 owner.given_up = owner.given_up or "the peer was dropped"
             if owner.failed is None and owner.given_up is None:
+                if not peer.reached and time.monotonic() < peer.mute_until:
+                    owner.given_up = MUTE
+                    self._settle(owner, ended)
+                    continue
+                began = time.monotonic()
                 identifier = self._engine.transfer_submit_write(peer.session, src, dst, nbytes)
                 if identifier in (0, -1):
+                    self._judge_silence(peer, began)
                     # Before the first contact a refusal is the refused connection. Later ones
                     # may be an admission that failed half way: not documented, so not trusted.
                     owner.failed = "Mooncake did not take a write"
@@ -204,6 +218,14 @@ class MooncakeDriver:
                     owner.in_flight += 1
                     peer.flying[identifier] = (owner, nbytes, now + self._deadline)
             self._settle(owner, ended)
+
+    def _judge_silence(self, peer: _Peer, began: float) -> None:
+        """A peer that accepts and never answers holds the library for a minute per try, and everybody's writes
+        with it. So what else is queued for it fails at once, and it is tried again ever less often."""
+        now = time.monotonic()
+        if not peer.reached and now - began > SLOW_REFUSAL:
+            peer.pause = min(2 * peer.pause or FIRST_PAUSE, LAST_PAUSE)
+            peer.mute_until = now + peer.pause
 
     def _settle(self, owner: _Handle, ended: list[Completion]) -> None:
         if owner.queued == 0 and owner.in_flight == 0:
