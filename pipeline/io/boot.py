@@ -17,10 +17,11 @@ import zmq
 
 from pipeline.io import control
 from pipeline.io.control import RankConfig
-from pipeline.io.driver import Driver, Links, Port
+from pipeline.io.driver import Driver, Port
 from pipeline.io.executor import Executor, Sampler
 from pipeline.io.hidden import HiddenReceiver, HiddenSender
 from pipeline.io.host_memory import HostMemory
+from pipeline.io.links import Links
 from pipeline.rank import RankCore
 from pipeline.replica import Replica, ReplicaConfig
 

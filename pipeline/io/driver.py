@@ -39,19 +39,15 @@ from pipeline.io import control
 from pipeline.io.control import RankConfig
 from pipeline.io.executor import Copied, Died, Executor, Ran, Sampled
 from pipeline.io.flight import FlightFiles
+from pipeline.io.links import Links
 from pipeline.io.ring import (
     AckFrame,
-    BackFrame,
     BellFrame,
-    Inbox,
-    Outbox,
     ProgressFrame,
     RelayFrame,
-    ReportFrame,
     ReturnFrame,
     UpdateFrame,
 )
-from pipeline.io.zap import Gatekeeper
 from pipeline.lease import LeaseBook
 from pipeline.local import Observation
 from pipeline.planner import Batch
@@ -85,34 +81,6 @@ class Port(Protocol):
         """Rooms, handles in flight, queues, counters."""
 
     def close(self) -> None: ...
-
-
-class Links:
-    """This rank's ring sockets; None where the rank has no such end."""
-
-    def __init__(self, config: RankConfig) -> None:
-        # A context of its own: the gatekeeper answers for this one's sockets and no others.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        keys = config.keys
-        self.gatekeeper = Gatekeeper(context, keys.ranks)
-        first, last = config.rank == 0, config.rank == config.pp_size - 1
-        self.relay_in: Inbox[RelayFrame] | None = None if first else Inbox(context, config.relay_in, keys, RelayFrame)
-        self.relay_out = None if last else Outbox(context, config.relay_out, keys, config.rank + 1)
-        ring = config.pp_size > 1
-        self.back_in: Inbox[BackFrame] | None = None
-        self.report_in: Inbox[ReportFrame] | None = None
-        if first and ring:
-            self.back_in = Inbox(context, config.returns, keys, BackFrame)
-            self.report_in = Inbox(context, config.store, keys, ReportFrame)
-        self.back_out = Outbox(context, config.returns, keys, 0) if last and ring else None
-        self.report_out = None if first else Outbox(context, config.store, keys, 0)
-
-    def outboxes(self) -> list[Outbox]:
-        return [box for box in (self.relay_out, self.back_out, self.report_out) if box is not None]
-
-    def dropped(self) -> int:
-        boxes = (self.relay_in, self.back_in, self.report_in)
-        return self.gatekeeper.refused + sum(box.dropped for box in boxes if box is not None)
 
 
 class Driver:
