@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 START = 180.0  # seconds a cluster may take to load on a busy machine
-SETTLE = 30.0  # seconds until everything of ended requests must be gone
+# Seconds until everything of ended requests must be gone: pages that a dead peer might still write to wait for
+# its restart and then for its tail of 20 s.
+SETTLE = 90.0
 
 
 class Cluster:
