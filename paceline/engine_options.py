@@ -39,6 +39,7 @@ SHARED = (
     ("tick_timeout", "tick_timeout"),
     ("progress_timeout", "progress_timeout"),
     ("stage_timeout", "stage_timeout"),
+    ("drain_timeout", "drain_timeout"),
     ("load_timeout", "load_timeout"),
 )
 
@@ -170,6 +171,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stage-timeout", type=float, default=30.0, metavar="S", help="of each stage of a hand-over (default: 30)"
     )
+    group.add_argument(
+        "--drain-timeout", type=float, default=20.0, metavar="S",
+        help="that open requests get to end after SIGTERM; a second one ends them at once (default: 20)",
+    )  # fmt: skip
     group.add_argument(
         "--load-timeout", type=float, default=600.0, metavar="S", help="of loading the model (default: 600)"
     )

@@ -161,6 +161,17 @@ class Attempts:
             stream.end(Outcome(ERROR, reason, 0, retryable=True))
         return len(streams)
 
+    async def drained(self, patience: float) -> bool:
+        """Waits up to `patience` seconds for every attempt to end by itself; whether all did."""
+        try:
+            async with asyncio.timeout(patience):
+                while self._open:
+                    self._empty.clear()
+                    await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def let_go(self, reason: str, patience: float) -> None:
         """Ends every stream and cancels every attempt; waits up to `patience` seconds until rank 0 ended them."""
         for key, stream in list(self._open.items()):

@@ -48,6 +48,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tick_timeout: float = 60.0  # seconds for one microbatch, after which the instance counts as hung
     progress_timeout: float = 5.0  # the same, after which the health service says so
     stage_timeout: float = 30.0
+    drain_timeout: float = 20.0  # seconds that open requests get to end after SIGTERM
     load_timeout: float = 600.0  # the same as ring_timeout, while ranks load
     first_epoch: int = 1  # lower bound of the epoch, for when run_dir does not outlive a restart
 
@@ -63,7 +64,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                       "stream_buffer", "first_epoch"):  # fmt: skip
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        for field in ("pages", "kv_bytes", "host_bytes", "async_depth", "max_model_len"):
+        for field in ("drain_timeout", "pages", "kv_bytes", "host_bytes", "async_depth", "max_model_len"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it cannot be negative")
         if not self.pages and not self.kv_bytes:

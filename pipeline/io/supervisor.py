@@ -160,7 +160,7 @@ class Supervisor:
             self.on_ready()
 
     async def _leave(self, current: Incarnation) -> None:
-        """Open attempts are cancelled, ranks asked to quit, each with a short grace."""
+        """Nothing new comes in; open attempts may end, are then cancelled, and the ranks asked to quit."""
         self._enter(Phase.STOPPING)
         log.info("stopping: %s; %d open attempts", self._stop_reason, len(self.attempts))
         orderly = asyncio.create_task(self._leave_in_order(current))
@@ -170,6 +170,9 @@ class Supervisor:
         hurry.cancel()
 
     async def _leave_in_order(self, current: Incarnation) -> None:
+        # What is open may end, and KV that a peer has not taken yet is still served; the rest is let go by the log.
+        if not await self.attempts.drained(self.config.drain_timeout):
+            log.warning("%d attempts did not end within %g s", len(self.attempts), self.config.drain_timeout)
         await self.attempts.let_go(f"{self.config.instance} is stopping: {self._stop_reason}", _ABORT_GRACE_S)
         await current.leave(_QUIT_GRACE_S)
 

@@ -178,7 +178,7 @@ def test_an_address_that_others_cannot_reach_is_refused(start: Callable[..., Dae
 
 
 def test_sigterm_ends_streams_with_a_reason_and_leaves_no_process(start: Callable[..., Daemon]) -> None:
-    daemon = start(ranks={1: {"ignore_quit": True}}).when_serving()
+    daemon = start(ranks={1: {"ignore_quit": True}}, drain_timeout=0.2).when_serving()
     pids = daemon.pids()
     call = daemon.generate(request([HANG]))
     next(call)
@@ -200,3 +200,18 @@ def test_health_is_progress_not_a_process_that_is_up(start: Callable[..., Daemon
     assert "no progress: tick 9 (3 rows) has not returned" in daemon.log
     (daemon.model / "stuck").unlink()
     eventually("SERVING again", lambda: daemon.health() == serving)
+
+
+def test_sigterm_lets_open_requests_end_and_takes_no_new_ones(start: Callable[..., Daemon]) -> None:
+    daemon = start(drain_timeout=60).when_serving()
+    call = daemon.generate(request([HANG]))
+    next(call)
+    daemon.process.send_signal(signal.SIGTERM)
+    eventually("not serving", lambda: not daemon.describe().serving)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(daemon.generate(request([ECHO], name="late")))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE and "stopping" in refused.value.details()
+    assert daemon.process.poll() is None, "it waits for the open one"
+    daemon.abort("r")
+    assert list(call)[-1].outcome.kind == Kind.KIND_ABORT
+    assert daemon.wait() == 0
