@@ -108,8 +108,20 @@ class Incarnation:
             replica.leases.audit()
         except AssertionError as error:
             raise Violation(f"{process.name} at seq {seq}: {error}") from error
+        self._check_victims(process)
         for watcher in self.watchers:
             watcher(process)
+
+    @staticmethod
+    def _check_victims(process: RankProcess) -> None:
+        """The oldest that generates never makes room: without that nothing promises that anybody finishes."""
+        replica, seq = process.core.replica, process.core.cursor.applied
+        for victim in replica.states.get("spilling", {}).values():
+            if victim.stage_seq != seq:
+                continue
+            others = [r.number for state in ("ready", "running") for r in replica.states[state].values()]
+            if not others or victim.number < min(others):
+                raise Violation(f"{process.name} at seq {seq}: {victim.key.room} makes room, and nobody older needs it")
 
     # -- the end -------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ HARMLESS: dict[str, str] = {
     "ballot_with_verdict": "a second verdict of a stage is stale by its stage_seq, and skipped on every rank",
     "no_tombstone": "each rank's updates are FIFO and end with its deletion, and rooms are never reused",
     "failed_forgiven": "a side reports the bootstrap of a room once, so nothing ever comes after FAILED",
-    "any_victim": "it costs work, but whoever left comes back: liveness is not lost within a run",
 }
 
 

@@ -10,7 +10,7 @@ from sim.draw import PROFILES, draw
 from sim.world import simulate
 
 pytestmark = pytest.mark.sim
-SEEDS = int(os.environ.get("SEEDS", "30"))
+SEEDS = int(os.environ.get("SEEDS", "50"))
 FIRST = int(os.environ.get("FIRST_SEED", "0"))
 
 
