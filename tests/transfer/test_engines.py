@@ -100,7 +100,7 @@ def test_an_engine_moves_pieces_of_any_size_and_refuses_strangers(backend: str) 
     target = numpy.zeros(5 << 20, dtype=numpy.uint8)
     a.register(int(source.ctypes.data), source.nbytes)
     b.register(int(target.ctypes.data), target.nbytes)
-    a.submit(1, "nobody", [(int(source.ctypes.data), int(target.ctypes.data), 10)])
+    a.submit(1, "nobody", [(int(source.ctypes.data), int(target.ctypes.data), 10)], "room")
     assert wait(a) == [Completion(1, "the peer is not connected", quiet=True)]
     a.connect("b", b.endpoint())
     a.connect("b", b.endpoint())
@@ -108,7 +108,7 @@ def test_an_engine_moves_pieces_of_any_size_and_refuses_strangers(backend: str) 
         (int(source.ctypes.data), int(target.ctypes.data), 3),
         (int(source.ctypes.data) + 100, int(target.ctypes.data) + 100, (4 << 20) + 7),
     ]
-    a.submit(2, "b", writes)
+    a.submit(2, "b", writes, "room")
     assert wait(a) == [Completion(2)]
     assert (target[:3] == source[:3]).all() and not target[3:100].any()
     assert (target[100 : (4 << 20) + 107] == source[100 : (4 << 20) + 107]).all() and not target[
@@ -124,11 +124,11 @@ def test_mooncake_reports_a_write_the_target_refuses_and_does_not_call_it_quiet(
     a, b = make_engine("mooncake", HOST), make_engine("mooncake", HOST)
     source = numpy.zeros(4096, dtype=numpy.uint8)
     a.connect("b", b.endpoint())
-    a.submit(1, "b", [(int(source.ctypes.data), int(source.ctypes.data), 4096)])
+    a.submit(1, "b", [(int(source.ctypes.data), int(source.ctypes.data), 4096)], "room")
     (ended,) = wait(a)
     assert ended.error is not None and not ended.quiet
     a.connect("gone", b"mooncake/1 127.0.0.1:9")
-    a.submit(2, "gone", [(int(source.ctypes.data), int(source.ctypes.data), 4096)])
+    a.submit(2, "gone", [(int(source.ctypes.data), int(source.ctypes.data), 4096)], "room")
     (ended,) = wait(a)
     assert ended.error is not None and ended.quiet, "nothing was ever sent to a peer that refused the connection"
     for engine in (a, b):

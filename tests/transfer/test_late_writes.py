@@ -241,15 +241,15 @@ def test_two_engines_of_one_process_register_the_same_memory_and_one_outlives_th
     write = [(pool.regions.bases[0][0], other.regions.bases[0][0], pool.regions.nbytes)]
     for number, engine in ((1, first), (2, second)):
         engine.connect("t", target.endpoint())
-        engine.submit(number, "t", write)
+        engine.submit(number, "t", write, "room")
         assert arrives(engine)
     assert first.close() and first.close(), "destroyed, however often it is asked"
     pool.data[:] = 0x33
-    second.submit(3, "t", write)
+    second.submit(3, "t", write, "room")
     assert arrives(second) and (other.data[0, 0] == 0x33).all()
     third = engine_for(backend, pool)
     third.connect("t", target.endpoint())
-    third.submit(4, "t", write)
+    third.submit(4, "t", write, "room")
     assert arrives(third)
     assert all(engine.close() for engine in (second, third, target))
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..handshake import unspecified
 from ..regions import Write
@@ -66,16 +66,34 @@ class TransferEngine(Protocol):
     def completion_fd(self) -> int: ...
     @property
     def handles_outstanding(self) -> int: ...
-    def register(self, address: int, nbytes: int) -> None: ...
+    def register(self, address: int, nbytes: int, descriptor: int | None = None) -> None:
+        """`descriptor`: of the shared memory file that the region is a mapping of, from its first byte on."""
+
     def endpoint(self) -> bytes: ...
     def connect(self, peer_key: str, endpoint: bytes) -> None: ...
-    def submit(self, handle: int, peer_key: str, writes: Sequence[Write]) -> None: ...
+    def submit(self, handle: int, peer_key: str, writes: Sequence[Write], lease: str) -> None:
+        """`lease`: what the peer granted the target memory under; engines that check none ignore it."""
+
     def poll(self) -> list[Completion]: ...
     def drop(self, peer_key: str) -> None: ...
     def close(self) -> bool:
         """True: it is destroyed, and nothing of it reads a source page any more. False: it hangs; ask again.
 
         What it had reported before can still be polled. May be called from another thread than the rest."""
+
+
+Area = tuple[int, int]  # address, bytes
+
+
+@runtime_checkable
+class LeasingEngine(TransferEngine, Protocol):
+    """Its target checks each chunk before a byte of it lands. Of others only the sender's word is a fence."""
+
+    def grant(self, lease: str, areas: Sequence[Area]) -> None:
+        """Peers may write into these areas of registered memory, and nowhere else, until the lease is revoked."""
+
+    def revoke(self, handle: int, lease: str) -> None:
+        """`Completion(handle)` follows once no byte can land under this lease any more. Unknown ones: at once."""
 
 
 class Completions:

@@ -78,7 +78,7 @@ class LocalEngine:
     def handles_outstanding(self) -> int:
         return len(self._unreported)
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, descriptor: int | None = None) -> None:
         if address == 0 or nbytes <= 0:
             raise EngineError(f"no region: {nbytes} bytes at {address:#x}")
 
@@ -89,7 +89,7 @@ class LocalEngine:
         if endpoint == self._endpoint:  # another process's addresses mean nothing here
             self._peers[peer_key] = endpoint
 
-    def submit(self, handle: int, peer_key: str, writes: Sequence[Write]) -> None:
+    def submit(self, handle: int, peer_key: str, writes: Sequence[Write], lease: str) -> None:
         assert handle not in self._unreported, f"handle {handle} is in use"
         self._unreported[handle] = None
         self.counters.handles_submitted += 1

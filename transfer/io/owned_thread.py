@@ -73,7 +73,7 @@ class OwnedThread:
 
     # ---- the start: these wait for the thread
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, descriptor: int | None = None) -> None:
         self._ask(lambda: self._driver.register(address, nbytes))
 
     def endpoint(self) -> bytes:
@@ -84,7 +84,7 @@ class OwnedThread:
     def connect(self, peer_key: str, endpoint: bytes) -> None:
         self._commands.put(lambda: self._driver.connect(peer_key, endpoint))
 
-    def submit(self, handle: int, peer_key: str, writes: Sequence[Write]) -> None:
+    def submit(self, handle: int, peer_key: str, writes: Sequence[Write], lease: str) -> None:
         assert handle not in self._unreported, f"handle {handle} is in use"
         self._unreported[handle] = None
         self.counters.handles_submitted += 1

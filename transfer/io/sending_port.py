@@ -255,7 +255,7 @@ class SendingPort:
             writes = resolve(self._regions, hello.regions, submit.layers, submit.heads, submit.runs)
         except RegionError as error:
             return self.side.completed(submit.handle, str(error), quiet=True)
-        engine.submit(submit.handle, _key(submit.peer), writes)
+        engine.submit(submit.handle, _key(submit.peer), writes, submit.room)
         return []
 
     # ---- inside: the replacement of the engine
