@@ -34,6 +34,8 @@ SHARED = (
     ("max_queue", "max_queue"),
     ("transfer_backend", "transfer_backend"),
     ("transfer_device", "transfer_device"),
+    ("push", "push"),
+    ("checksum", "checksum"),
     ("request_timeout", "request_timeout"),
     ("ring_timeout", "ring_timeout"),
     ("tick_timeout", "tick_timeout"),
@@ -151,6 +153,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="library that moves KV (default: auto; both sides alike)",
     )
     group.add_argument("--transfer-device", default="", metavar="NAME", help="RDMA device, e.g. mlx5_0 (default: any)")
+    group.add_argument(
+        "--push", choices=("layer", "chunk"), default="layer",
+        help="prefill sends KV after each layer of a chunk, or after the whole chunk (default: layer)",
+    )  # fmt: skip
+    group.add_argument(
+        "--checksum", choices=("xxh3", "none"), default="xxh3",
+        help="of each KV page that is handed over; both sides alike (default: xxh3)",
+    )  # fmt: skip
     group = parser.add_argument_group("deadlines, in seconds")
     group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="of a request (default: 600)")
     group.add_argument(

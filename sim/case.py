@@ -18,6 +18,7 @@ KILL_RANK = "kill_rank"  # rank `rank`; the others are reaped `value` later; up 
 FAIL_QUIET = "fail_quiet"  # the next `value` writes of the rank fail and never started
 FAIL_LATE = "fail_late"  # the next `value` writes are reported failed, and yet land up to `length` later
 STALL = "stall"  # the next `value` writes of the rank take up to `length` longer
+CORRUPT = "corrupt"  # the next `value` writes of the rank land with one position damaged
 LOSE = "lose"  # the next `value` writes are reported failed, and never end; some of them land all the same
 CUT = "cut"  # nothing passes between prefill instance `rank` and decode instance `value` for `length`
 HOLD_RELAY = "hold_relay"  # entries into the rank wait for `length`
@@ -98,6 +99,8 @@ class Case:
     layers: int = 4
     page_size: int = 4
     capacity: int | None = None  # of each ring channel: None unbounded, else frames on the way at once
+    checksums: bool = False
+    leased: bool = False  # decode's engine checks each write against a lease, and a revoked one is a fence
     tail: int = 2 * SECOND  # for which a dead process's writes may still land
     retries: int = 6
 

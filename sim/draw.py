@@ -11,6 +11,7 @@ from random import Random
 
 from sim.case import (
     BLINK,
+    CORRUPT,
     CRASH,
     CUT,
     FAIL_LATE,
@@ -32,6 +33,7 @@ from sim.case import (
 )
 
 PAGES = (4, 6, 8, 12, 24)
+ON_WRITES = (FAIL_QUIET, FAIL_LATE, STALL, LOSE, CORRUPT)
 BLINKS = "blinks"  # cuts that are too short to fail anything
 
 
@@ -48,10 +50,13 @@ class Profile:
     output: tuple[float, float] = (0.0, 12.0)  # least and most; below 1: as a share of the smallest pool
     prefill_pages: tuple[int, ...] = PAGES
     decode_pages: tuple[int, ...] = PAGES
+    checksums: bool = False
+    leased: bool = False
 
 
 # The profiles, from gentle to rough: "grow" makes running requests outgrow the pool, "prompts" has prompts
-# that do not fit into it side by side, "blinks" cuts links for so short a time that nothing may fail.
+# that do not fit into it side by side, "blinks" cuts links for so short a time that nothing may fail, "corrupt"
+# damages what lands, "leases" is "transfer" with an engine that checks each write.
 PROFILES = {
     "mixed": Profile(0.5, FAULTS, 0.35, 0.15, 0.25, 8, (4, 12)),
     "calm": Profile(0.0, (), 0.0, 0.0, 0.25, 8, (6, 20)),
@@ -62,6 +67,10 @@ PROFILES = {
     "grow": Profile(0.3, (HOLD_RELAY, STALL, CRASH), 0.4, 0.1, 0.1, 4, (4, 10), 6, (0.3, 0.7), (8,), (8,)),
     "blinks": Profile(1.0, (BLINKS, STALL, HOLD_REPORTS), 0.3, 0.0, 0.0, 3, (4, 12)),
     "prompts": Profile(0.0, (), 0.2, 0.0, 0.1, 3, (6, 12), 40, (0.0, 3.0), (4, 6), (24, 48)),
+    "corrupt": Profile(1.0, (CORRUPT, CORRUPT, CUT, STALL, HOLD_REPORTS), 0.3, 0.0, 0.1, 4, (4, 12), checksums=True),
+    "leases": Profile(
+        1.0, (FAIL_QUIET, FAIL_LATE, STALL, LOSE, CUT, CRASH), 0.6, 0.1, 0.0, 3, (4, 12), checksums=True, leased=True
+    ),
     "zero": Profile(0.3, (HOLD_RELAY, HOLD_BACK, HOLD_REPORTS), 0.5, 0.1, 1.0, 6, (6, 20)),
 }
 
@@ -86,6 +95,8 @@ def draw(seed: int, profile: str = "mixed") -> Case:
         delays=_delays(random),
         layers=max(most, random.choice((2, 3, 4))),
         page_size=page_size,
+        checksums=chosen.checksums,
+        leased=chosen.leased,
         capacity=random.choice((0, 1)) if random.random() < chosen.bounded else None,
         tail=random.choice((200 * MS, 2 * SECOND)),
     )
@@ -161,11 +172,11 @@ def _fault(
     if kind in (CUT, BLINKS):
         length = random.choice((0, 20 * MS, 2 * SECOND, 15 * SECOND) if kind == CUT else (0, 0, 20 * MS, BLINK))
         return Fault(CUT, at // (1 if kind == CUT else 2), rank=p, value=d, length=length)
-    on_prefill = kind in (FAIL_QUIET, FAIL_LATE, STALL, LOSE) or random.random() < 0.5
+    on_prefill = kind in ON_WRITES or random.random() < 0.5
     plan = prefill[p] if on_prefill else decode[d]
     rank = random.randrange(plan.ranks)
     name = f"P{p}" if on_prefill else f"D{d}"
-    if kind in (FAIL_QUIET, FAIL_LATE, STALL, LOSE):
+    if kind in ON_WRITES:
         return Fault(kind, at // 4, name, rank, random.choice((50 * MS, 1 * SECOND)), random.choice((1, 1, 3, 8)))
     if kind == CRASH:
         return Fault(kind, at, name, 0, random.choice((10 * MS, 500 * MS, 3 * SECOND)))

@@ -7,6 +7,8 @@ stall. What a dead process had on the way lands for as long as the bounded tail.
 process is lost, and its handle is of unknown fate: after a while the engine is replaced, its healthy
 handles get a moment to end, and what a destroyed engine had on the way may still land, with the content
 of that moment, until the tail has passed.
+Under leases a failed handle is called quiet, because its connection is closed, and what had left before still
+flies; the target lets nothing land but what it has granted, and nothing once it has revoked.
 While two instances are cut off from one another, nothing lands; a handle that waits too long for that is
 reported as failed before it lands.
 """
@@ -17,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sim.case import FAIL_LATE, FAIL_QUIET, LOSE, STALL
+from sim.case import CORRUPT, FAIL_LATE, FAIL_QUIET, LOSE, STALL
+from sim.clock import Violation
 from sim.kv import KvPool
 from transfer.actions import Peer, SenderAction, Submit
 from transfer.extents import Extent
@@ -41,6 +44,7 @@ class Flight:
     engine: int
     reported: bool = False  # called failed; what is left may still land
     lost: bool = False
+    damaged: bool = False  # one position is to land wrong
     frozen: KvPool | None = None  # what a destroyed engine had read of the source
 
 
@@ -75,6 +79,10 @@ class SimEngine:
         world, owner = self.owner.world, self.owner
         world.check_fence(owner, submit)
         fault, length = self._orders.pop(0) if self._orders else ("", 0)
+        if target is not None and world.case.leased:
+            if not target.alive or submit.room not in target.receiving.granted:
+                self._later(submit.handle, "the lease is over", True)
+                return
         if target is None or fault == FAIL_QUIET:
             world.count_fault(fault)
             self._later(submit.handle, "the write did not start", True)
@@ -91,13 +99,12 @@ class SimEngine:
         self._read(flight, 1)
         if fault:
             world.count_fault(fault)
+        flight.damaged = fault == CORRUPT
         if fault == FAIL_LATE:
-            flight.reported = True
-            self._later(submit.handle, "reported failed, but still on its way", False)
+            self._fail(flight, "reported failed, but still on its way")
         chance = world.chance
         if fault == LOSE:
-            flight.reported = True
-            self._later(submit.handle, "failed, and its fate is unknown", False)
+            self._fail(flight, "failed, and its fate is unknown")
             groups = groups[1:] if chance.draw() < 0.5 else groups  # and even so some of it lands, much later
             length = 3 * world.case.tail
         for group in groups:
@@ -106,7 +113,24 @@ class SimEngine:
                 delay += int(chance.draw() * length)
             world.clock.after(delay, self._land, flight, group)
 
+    def refused(self, target: RankProcess, room: str | None) -> None:
+        """The target lets nothing of this room land any more; None: nothing at all, it is dead."""
+        for flight in list(self._flights.values()):
+            if flight.target is target and room in (None, flight.submit.room):
+                self._over(flight)
+                if not flight.reported:
+                    self._later(flight.submit.handle, "the lease is over", True)
+
     # -- inside ------------------------------------------------------------------------------------
+
+    def _fail(self, flight: Flight, reason: str) -> None:
+        """Report it, although it may still land. Under leases its connection is closed: our pages are read no more."""
+        flight.reported = True
+        leased = self.owner.world.case.leased
+        if leased and flight.frozen is None:
+            flight.frozen = flight.source.kv.copy()
+            self._read(flight, -1)
+        self._later(flight.submit.handle, reason, leased)
 
     def _split(self, runs: list[Extent]) -> list[list[Extent]]:
         chance = self.owner.world.chance
@@ -155,6 +179,12 @@ class SimEngine:
             self.owner.world.clock.after(SUSPICION, self._look_at, handle)
         self._apply(self._side.completed(handle, error, quiet))
 
+    def _done(self, submit: Submit) -> None:
+        if self.owner.alive:
+            self._suspects.pop(submit.handle, None)
+            checksums = self.owner.kv.checksums(submit.layers, submit.spans)
+            self._apply(self._side.completed(submit.handle, None, checksums=checksums))
+
     def _land(self, flight: Flight, runs: list[Extent]) -> None:
         world, source, target = self.owner.world, flight.source, flight.target
         if flight.submit.handle not in self._flights:
@@ -166,7 +196,13 @@ class SimEngine:
             if until > world.clock.now:
                 self._wait_for_link(flight, runs, until)
                 return
+            granted = target.receiving.granted[flight.submit.room] if world.case.leased else flight.touched[1]
+            if any(page not in granted for page in flight.touched[1]):
+                raise Violation(f"{source.name} writes to pages of {target.name} that {flight.submit.room} has not")
             target.kv.land(flight.frozen or source.kv, flight.submit.layers, runs)
+            if flight.damaged and runs:
+                flight.damaged = False
+                target.kv.damage(flight.submit.layers[0], runs[0][1])
         flight.pieces -= 1
         if flight.pieces:
             return
@@ -174,15 +210,14 @@ class SimEngine:
         if not source.alive or flight.frozen is not None:
             return
         if not flight.lost:
-            self._later(flight.submit.handle, None, False)
+            world.clock.after(world.chance.between(world.chance.delays.ring), self._done, flight.submit)
         elif not flight.reported:
-            self._later(flight.submit.handle, "the peer is gone", False)
+            self._later(flight.submit.handle, "the peer is gone", world.case.leased)
 
     def _wait_for_link(self, flight: Flight, runs: list[Extent], until: int) -> None:
         world = self.owner.world
         if until - world.clock.now > PATIENCE and not flight.reported:
-            flight.reported = True
-            self._later(flight.submit.handle, "no answer from the peer", False)
+            self._fail(flight, "no answer from the peer")
         world.clock.at(until + world.chance.between(world.chance.delays.engine), self._land, flight, runs)
 
     # -- the replacement of the engine -----------------------------------------------------------------

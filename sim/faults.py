@@ -39,7 +39,7 @@ def _strike(world: World, fault: Fault) -> None:
     match fault.kind:
         case kinds.CRASH | kinds.KILL_RANK:
             _kill(world, incarnation, process, fault)
-        case kinds.FAIL_QUIET | kinds.FAIL_LATE | kinds.STALL | kinds.LOSE:
+        case kinds.FAIL_QUIET | kinds.FAIL_LATE | kinds.STALL | kinds.LOSE | kinds.CORRUPT:
             if incarnation.is_prefill:
                 process.sending.engine.order(fault.kind, fault.value, fault.length)
             return  # counted when it hits a write
@@ -72,6 +72,8 @@ def _reap(world: World, incarnation: Incarnation, downtime: int) -> None:
     name = incarnation.name
     for process in incarnation.ranks:
         incarnation.kill(process.rank)
+        if world.case.leased:
+            world.refuse(process, None)
     incarnation.alive = False
     world.instances[name] = None
     world.from_instance(name, world.gateway.died, incarnation)

@@ -52,6 +52,19 @@ class KvPool:
             for src, dst, count in runs:
                 into[dst : dst + count] = out[src : src + count]
 
+    def damage(self, layer: int, at: int) -> None:
+        """A bit flips."""
+        self.tags[layer - self.first][at] ^= 1
+
+    def checksums(self, layers: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bytes:
+        """Per layer and span, of what lies there now."""
+        found = bytearray()
+        for layer in range(*layers):
+            tags = self.tags[layer - self.first]
+            for at, count in spans:
+                found += (hash(tuple(tags[at : at + count])) & (1 << 64) - 1).to_bytes(8, "big")
+        return bytes(found)
+
     def save(self, pages: Sequence[int]) -> list[list[int]]:
         """A copy to host memory."""
         size = self.page_size

@@ -7,15 +7,15 @@ stand where `transfer.io`'s ports stand in production, and decide as little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.effects import CloseRoom, FirstToken, OpenRoom, RoomEffect, SendDestinations, StartSender, StopRoom
 from pipeline.local import Observation
 from pipeline.planner import Batch
 from sim.engine import SimEngine
 from sim.link import REDIAL, SILENCE, Link
-from transfer.actions import NeedPeer, Observe, Peer, ReceiverAction, Send, SenderAction, Submit
-from transfer.messages import Finished, RoomMessage, Stopped
+from transfer.actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, SenderAction, Submit, Verify
+from transfer.messages import Again, Finished, RoomMessage, Stopped
 from transfer.plan import Topology, TransferPlan
 from transfer.receiver import ReceivingSide
 from transfer.sender import SendingSide
@@ -37,7 +37,7 @@ class SendingPort:
         self.owner, self.topology = owner, topology
         self.identity = Peer(owner.incarnation.name, owner.incarnation.epoch, owner.rank)
         self.sampler = owner.rank == len(topology.shards) - 1
-        self.side = SendingSide(owner.rank, topology, self.sampler)
+        self.side = SendingSide(owner.rank, topology, self.sampler, owner.world.case.checksums)
         self.engine = SimEngine(owner, self.side, self.apply)
         self._bound: dict[Peer, tuple[Link, int]] = {}
         self._silent: dict[Peer, int] = {}
@@ -87,6 +87,8 @@ class SendingPort:
     def heard(self, link: Link, number: int, message: RoomMessage) -> None:
         peer = link.port.identity
         if self._bound.get(peer) == (link, number):
+            if isinstance(message, Again):
+                self.owner.world.asked_again(self.owner, peer, message.room)
             self.apply(self.side.on_message(peer, message))
 
     def lost_sight(self, link: Link) -> None:
@@ -117,8 +119,8 @@ class SendingPort:
                 case Observe():
                     self.owner.observe(_observation(action))
                 case Send(peer, message):
-                    if isinstance(message, Stopped | Finished):
-                        self.owner.world.fenced(self.owner, peer, message.room)
+                    if isinstance(message, Stopped | Finished) and not self.owner.world.case.leased:
+                        self.owner.world.fenced(self.owner, peer, message.room, isinstance(message, Stopped))
                     bound = self._bound.get(peer)
                     if bound is not None and bound[0].number == bound[1]:
                         bound[0].down(bound[1], message)
@@ -133,7 +135,8 @@ class ReceivingPort:
     def __init__(self, owner: RankProcess, topology: Topology) -> None:
         self.owner, self.topology = owner, topology
         self.identity = Peer(owner.incarnation.name, owner.incarnation.epoch, owner.rank)
-        self.side = ReceivingSide(owner.rank, topology)
+        self.side = ReceivingSide(owner.rank, topology, owner.world.case.checksums, owner.world.case.leased)
+        self.granted: dict[str, tuple[int, ...]] = {}  # room → pages
         self.links: dict[str, dict[int, Link]] = {}
         self._epoch: dict[str, int] = {}  # that welcomed us
         self._wanted: dict[str, int] = {}  # newest that a room asked for
@@ -207,8 +210,29 @@ class ReceivingPort:
                     link = self.links.get(peer.instance, {}).get(peer.rank)
                     if link is not None and link.peer == peer:
                         link.up(message)
+                case Grant(room, pages):
+                    self.granted[room] = pages
+                case Revoke(room):
+                    self._soon(self._revoke, room)
+                case Verify():
+                    self._soon(self._verify, action)
                 case NeedPeer(instance, epoch):
                     self._need(instance, epoch)
+
+    def _soon(self, call: Callable[[Any], None], what: object) -> None:
+        world = self.owner.world
+        world.clock.after(world.chance.between(world.chance.delays.engine), call, what)
+
+    def _revoke(self, room: str) -> None:
+        if self.owner.alive:
+            del self.granted[room]
+            self.owner.world.refuse(self.owner, room)
+            self.apply(self.side.revoked(room))
+
+    def _verify(self, asked: Verify) -> None:
+        if self.owner.alive:
+            sound = self.owner.kv.checksums(asked.layers, asked.spans) == asked.checksums
+            self.apply(self.side.verified(asked.room, asked.source, asked.number, sound))
 
     def _need(self, instance: str, epoch: int) -> None:
         if epoch > self._epoch.get(instance, 0) > 0:

@@ -53,7 +53,7 @@ class World:
         self.coverage = Coverage()
         self._trace = blake2b(digest_size=16)
         self._cuts: dict[tuple[str, str], int] = {}  # (prefill, decode) → until when
-        self._fenced: dict[tuple[Peer, Peer, str], None] = {}
+        self._fenced: dict[tuple[Peer, Peer, str], bool] = {}  # True: for ever
         self._incarnations: dict[tuple[str, int], Incarnation] = {}
         self.observers: list[Callable[[RankProcess, Observation], None]] = []
         self.plans = {f"P{i}": plan for i, plan in enumerate(case.prefill)}
@@ -229,11 +229,21 @@ class World:
         if row.tokens != text[row.start : row.start + len(row.tokens)]:
             raise Violation(f"{process.name} runs {row.tokens} at {row.start} of {row.key.room}: not its text")
 
-    def fenced(self, source: RankProcess, target: Peer, room: str) -> None:
-        """`source` has said to `target` that nothing of this room will land any more."""
+    def fenced(self, source: RankProcess, target: Peer, room: str, for_ever: bool) -> None:
+        """`source` has said to `target` that nothing of this room will land any more, or not unless it is asked to."""
         if source.sending.engine.writing.get((target, room)):
             raise Violation(f"{source.name} tells {target} that {room} is quiet, but a write is on its way")
-        self._fenced[source.sending.identity, target, room] = None
+        self._fenced[source.sending.identity, target, room] = for_ever
+
+    def asked_again(self, source: RankProcess, target: Peer, room: str) -> None:
+        if self._fenced.get((source.sending.identity, target, room)) is False:
+            del self._fenced[source.sending.identity, target, room]
+
+    def refuse(self, target: RankProcess, room: str | None) -> None:
+        for incarnation in self._incarnations.values():
+            if incarnation.is_prefill:
+                for process in incarnation.ranks:
+                    process.sending.engine.refused(target, room)
 
     def check_fence(self, source: RankProcess, submit: Submit) -> None:
         if (source.sending.identity, submit.peer, submit.room) in self._fenced:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .extents import Extent
+from .extents import Extent, Span
 from .messages import RoomMessage
 
 
@@ -27,7 +27,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Write these runs of these layers and heads into the peer's pool; `completed(handle)` must follow."""
+    """Write these runs of these layers and heads into the peer's pool; `completed(handle)` must follow.
+
+    `spans`: the same positions page by page, for their checksums; empty if none are wanted."""
 
     peer: Peer
     handle: int
@@ -35,6 +37,7 @@ class Submit:
     layers: tuple[int, int]
     heads: tuple[int, int]
     runs: tuple[Extent, ...]
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,34 @@ class Observe:
 
 
 @dataclass(frozen=True, slots=True)
+class Grant:
+    """Peers may write into these pages of ours under the room's lease."""
+
+    room: str
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """They may not any more; `revoked(room)` must follow once nothing can land."""
+
+    room: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare what lies in our pool with these checksums; `verified(room, source, number, ...)` must follow."""
+
+    room: str
+    source: int
+    number: int
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    spans: tuple[Span, ...]
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class NeedPeer:
     """Decode: no link to this prefill instance yet. Epoch 0: whichever answers."""
 
@@ -57,4 +88,4 @@ class NeedPeer:
 
 
 SenderAction = Send | Submit | Observe
-ReceiverAction = Send | NeedPeer | Observe
+ReceiverAction = Send | Grant | Revoke | Verify | NeedPeer | Observe

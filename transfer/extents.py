@@ -19,6 +19,20 @@ class ExtentsError(ValueError):
     """Page lists that cannot carry the asked positions."""
 
 
+Span = tuple[int, int]  # token offset, tokens
+
+
+def spans(pages: Sequence[int], start: int, end: int, page_size: int) -> list[Span]:
+    """Where the positions [start, end) lie, page by page: the units of a checksum, the same on both sides."""
+    found = []
+    while start < end:
+        page, within = divmod(start, page_size)
+        tokens = min(page_size - within, end - start)
+        found.append((pages[page] * page_size + within, tokens))
+        start += tokens
+    return found
+
+
 def extents(src_pages: Sequence[int], dst_pages: Sequence[int], start: int, end: int, page_size: int) -> list[Extent]:
     if not 0 <= start <= end:
         raise ExtentsError(f"positions [{start}, {end}) are no range")

@@ -35,7 +35,7 @@ def misfit(regions: RegionTable, topology: Topology, rank: int) -> str | None:
 
 def objection(hello: Hello, sender_rank: int, terms: Terms, topology: Topology, host: str) -> str | None:
     """Why the prefill rank with these terms must refuse this decode rank, or None."""
-    for what in ("version", "model", "kv_dtype", "cache", "backend"):
+    for what in ("version", "model", "kv_dtype", "cache", "backend", "checksum"):
         mine, theirs = getattr(terms, what), getattr(hello.terms, what)
         if mine != theirs:
             return f"{what}: {mine!r} here, {theirs!r} there"

@@ -17,7 +17,7 @@ from msgspec import Meta
 from .plan import Topology
 from .regions import RegionTable
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME = 4 << 20
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -35,6 +35,7 @@ class Terms(msgspec.Struct, frozen=True):
     kv_dtype: Name
     cache: Name  # "kv", or the kind of a single-buffer cache
     backend: Name
+    checksum: Name  # "xxh3", or "none"
     version: int = PROTOCOL_VERSION
 
 
@@ -98,22 +99,42 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: Reason
 
 
+class Slice(msgspec.Struct, frozen=True, tag=True):
+    """These layers of these positions have landed, says the engine. Numbered per room and target, from 0."""
+
+    room: Name
+    number: Count
+    layers: tuple[Count, Count]
+    start: Count
+    end: Count
+    checksums: Annotated[bytes, Meta(max_length=1 << 21)] = b""  # see `transfer.io.checksums`; empty if there are none
+    instead_of: Count | None = None  # the slice that had arrived damaged
+
+
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """That slice does not match its checksums: write it once more."""
+
+    room: Name
+    number: Count
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """All of the room's KV that I owe you has landed. Also a fence."""
+    """All of the room's KV that I owe you has landed. Also a fence, unless I was asked for a slice again since."""
 
     room: Name
     tokens: Count
     layers: tuple[Count, Count]
     nbytes: Count
-    slices: Count  # engine handles it took
+    slices: Count  # it took, those sent again included
     first_token: Payload | None = None  # from the sampler to decode rank 0
+    again: Count = 0  # of the slices, those that were asked for again
 
 
 class FinishedAck(msgspec.Struct, frozen=True, tag=True):
     room: Name
 
 
-RoomMessage = Destinations | Stop | Stopped | Failed | Finished | FinishedAck
+RoomMessage = Destinations | Stop | Stopped | Failed | Slice | Again | Finished | FinishedAck
 Message = Hello | Welcome | Refused | Reset | Ping | Pong | RoomMessage
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from .actions import NeedPeer, Observe, Peer, ReceiverAction, Send
-from .messages import Destinations, Failed, Finished, FinishedAck, RoomMessage, Stop, Stopped
+from .messages import Again, Destinations, Failed, Finished, FinishedAck, RoomMessage, Slice, Stop, Stopped
 from .plan import Topology, TransferPlan
 from .receiving_room import Receiving, ReceivingRoom
 from .tombstones import Remembered
@@ -29,6 +29,7 @@ class ReceiverCounters:
     failed: int = 0
     foreign: int = 0
     unexpected: int = 0
+    damaged: int = 0  # slices that did not match their checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,12 @@ class ReceivingStatus:
 
 
 class ReceivingSide:
-    def __init__(self, rank: int, topology: Topology, remembered: int = 65536) -> None:
+    def __init__(
+        self, rank: int, topology: Topology, checksums: bool = False, leased: bool = False, remembered: int = 65536
+    ) -> None:
+        """`leased`: the engine checks each write against what was granted, so that a revoked lease is a fence."""
         self.rank, self.topology = rank, topology
+        self._checksums, self._leased = checksums, leased
         self.counters = ReceiverCounters()
         self._rooms: dict[str, ReceivingRoom] = {}
         self._ready: dict[str, tuple[int, TransferPlan]] = {}  # instance -> (epoch, plan) of the welcomed one
@@ -102,7 +107,7 @@ class ReceivingSide:
 
     def on_message(self, peer: Peer, message: RoomMessage) -> list[ReceiverAction]:
         room = self._rooms.get(message.room)
-        if isinstance(message, Destinations | Stop | FinishedAck):
+        if isinstance(message, Destinations | Stop | Again | FinishedAck):
             self.counters.unexpected += 1
             return []
         if room is None:
@@ -113,6 +118,8 @@ class ReceivingSide:
             self.counters.foreign += 1
             return []
         match message:
+            case Slice():
+                return self._ending(room, room.slice(peer, message))
             case Finished():
                 return self._ending(room, room.finished(peer, message))
             case Stopped():
@@ -126,7 +133,7 @@ class ReceivingSide:
 
     def open(self, room: str, instance: str, epoch: int, prompt_len: int) -> list[ReceiverAction]:
         assert room not in self._rooms and prompt_len > 0, f"{room} of {prompt_len} positions"
-        record = ReceivingRoom(room, instance, epoch, prompt_len)
+        record = ReceivingRoom(room, instance, epoch, prompt_len, self._checksums, self._leased)
         self._rooms[room] = record
         self.counters.opened += 1
         over = self._over.pop(room)
@@ -160,6 +167,18 @@ class ReceivingSide:
         record.closed = True
         return [action for action in self._ending(record, actions) if not isinstance(action, Observe)]
 
+    # ---- the engine
+
+    def verified(self, room: str, source: int, number: int, sound: bool) -> list[ReceiverAction]:
+        """The answer to a `Verify`; of a room that is gone it means nothing any more."""
+        self.counters.damaged += not sound
+        record = self._rooms.get(room)
+        return [] if record is None else self._ending(record, record.verified(source, number, sound))
+
+    def revoked(self, room: str) -> list[ReceiverAction]:
+        record = self._rooms.get(room)
+        return [] if record is None else self._ending(record, record.revoked())
+
     # ---- status
 
     def rooms(self) -> tuple[ReceivingStatus, ...]:
@@ -172,7 +191,7 @@ class ReceivingSide:
 
     # ---- inside
 
-    def _on_unknown(self, peer: Peer, message: Finished | Stopped | Failed) -> list[ReceiverAction]:
+    def _on_unknown(self, peer: Peer, message: Slice | Finished | Stopped | Failed) -> list[ReceiverAction]:
         """Before the log opened the room, or after it closed it."""
         match message:
             case Finished():  # we had said destinations, so it is over: let the other side forget it too
@@ -180,7 +199,7 @@ class ReceivingSide:
             case Failed():
                 self._over.put(message.room, (peer.instance, message.reason))
                 return []
-            case Stopped():
+            case Slice() | Stopped():
                 return []
             case _:
                 assert_never(message)

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from .actions import Observe, Peer, Send, SenderAction
-from .messages import Destinations, Failed, Finished, FinishedAck, RoomMessage, Stop, Stopped
+from .actions import Observe, Peer, Send, SenderAction, Submit
+from .messages import Again, Destinations, Failed, Finished, FinishedAck, RoomMessage, Slice, Stop, Stopped
 from .plan import Topology, TransferPlan
 from .sending_room import Sending, SendingRoom
 from .tombstones import Remembered
@@ -36,6 +36,7 @@ class SenderCounters:
     failed: int = 0
     foreign: int = 0  # a message about a room of another incarnation
     unexpected: int = 0  # a message that a decode rank never sends
+    again: int = 0  # slices that arrived damaged, says the peer
     stray: int = 0  # a completion nobody waits for
 
 
@@ -62,12 +63,13 @@ class SendingSide:
         rank: int,
         topology: Topology,
         sampler: bool,
+        checksums: bool = False,
         parked_rooms: int = 1024,
         parked_pages: int = 1 << 22,
         remembered: int = 65536,
     ) -> None:
         assert sampler == (rank == len(topology.shards) - 1), "the sampler is the last rank"
-        self.rank, self.topology = rank, topology
+        self.rank, self.topology, self._checksums = rank, topology, checksums
         self.counters = SenderCounters()
         self._rooms: dict[str, SendingRoom] = {}
         self._plans: dict[str, dict[int, TransferPlan]] = {}  # instance -> epoch; epochs that are connected
@@ -136,7 +138,9 @@ class SendingSide:
                 if room is None or not room.fits(peer.instance, peer.epoch):
                     return []
                 return self._ending(room, room.acked(peer))
-            case Finished() | Failed() | Stopped():
+            case Again():
+                return self._on_again(peer, message)
+            case Slice() | Finished() | Failed() | Stopped():
                 self.counters.unexpected += 1
                 return []
             case _:
@@ -147,7 +151,8 @@ class SendingSide:
     def open(self, room: str, instance: str, epoch: int, prompt_len: int) -> list[SenderAction]:
         assert room not in self._rooms and prompt_len > 0, f"{room} of {prompt_len} positions"
         layers = self.topology.shards[self.rank].layers
-        record = SendingRoom(room, instance, epoch, prompt_len, layers, self.topology.page_size, self._allocate)
+        page_size = self.topology.page_size
+        record = SendingRoom(room, instance, epoch, prompt_len, layers, page_size, self._checksums, self._allocate)
         self._rooms[room] = record
         self.counters.opened += 1
         parked = self._parked.pop(room) or {}
@@ -191,8 +196,12 @@ class SendingSide:
 
     # ---- the engine
 
-    def completed(self, handle: int, error: str | None, quiet: bool = False) -> list[SenderAction]:
-        """`quiet`: although it failed, the handle provably writes nothing any more (nothing was ever started)."""
+    def completed(
+        self, handle: int, error: str | None, quiet: bool = False, checksums: bytes = b""
+    ) -> list[SenderAction]:
+        """`quiet`: although it failed, the handle provably writes nothing any more (nothing was ever started).
+
+        `checksums`: of what it wrote, where the action asked for them."""
         if handle not in self._handles:
             self.counters.stray += 1
             return []
@@ -200,7 +209,11 @@ class SendingSide:
         proven = error is None or quiet
         if proven:
             del self._handles[handle]
-        return self._ending(record.room, record.room.completed(record.peer_rank, handle, error, proven))
+        return self._ending(record.room, record.room.completed(record.peer_rank, handle, error, proven, checksums))
+
+    def knows(self, handle: int) -> bool:
+        """Whether its end still means something."""
+        return handle in self._handles
 
     def wanted(self, handle: int) -> bool:
         """Whether a handle that no engine has yet is worth giving to one."""
@@ -297,6 +310,15 @@ class SendingSide:
                 self._parked.pop(room)
             elif len(kept) < len(waiting):
                 self._parked.put(room, kept)
+
+    def _on_again(self, peer: Peer, message: Again) -> list[SenderAction]:
+        room = self._rooms.get(message.room)
+        if room is None or not room.fits(peer.instance, peer.epoch):
+            self.counters.foreign += 1
+            return []
+        actions = room.send_again(peer, message.number)
+        self.counters.again += any(isinstance(action, Submit) for action in actions)
+        return self._ending(room, actions)
 
     def _on_stop(self, peer: Peer, message: Stop) -> list[SenderAction]:
         room = self._rooms.get(message.room)

@@ -7,7 +7,8 @@ destinations it gets (or by the log); each target of the plan is a `Flow`.
     bootstrapping -> ready -> sending -> draining -> done
           any of these -> failed                (done and failed absorb)
 
-Invariants: nothing is submitted outside `sending`, hence nothing after `Stopped`;
+Invariants: nothing is submitted outside `sending`, but for what a target asks for again
+while `draining`, hence nothing after `Stopped`;
 `Finished` and `Stopped` are said to a target only when each handle that writes to it
 has ended well or is proven quiet; a handle that ended badly is *unproven*, it may still
 read our pages and write theirs, so it blocks both `Stopped` and the release of our own
@@ -22,9 +23,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .actions import Observe, Peer, Send, SenderAction, Submit
-from .extents import extents
-from .messages import Destinations, Failed, Finished, Stopped
+from .extents import extents, spans
+from .messages import Destinations, Failed, Finished, Slice, Stopped
 from .plan import Target, TransferPlan
+
+SLICE_PAGES = 1 << 16  # pages times layers: their checksums must fit a frame
 
 
 class Sending(Enum):
@@ -47,6 +50,17 @@ LEGAL: dict[Sending, tuple[Sending, ...]] = {
 
 
 @dataclass(slots=True)
+class _Part:
+    """One slice: a handle's worth of a flow."""
+
+    number: int
+    layers: tuple[int, int]
+    start: int
+    end: int
+    instead_of: int | None = None
+
+
+@dataclass(slots=True)
 class Flow:
     """What this room sends to one target."""
 
@@ -55,7 +69,9 @@ class Flow:
     needs_token: bool
     pages: tuple[int, ...] | None = None
     sent: list[int] = field(default_factory=list)  # per layer of the target: positions submitted
-    pending: dict[int, None] = field(default_factory=dict)
+    pending: dict[int, _Part] = field(default_factory=dict)
+    landed: list[Slice] = field(default_factory=list)
+    again: dict[int, None] = field(default_factory=dict)  # numbers of slices that were asked for once more
     unproven: dict[int, None] = field(default_factory=dict)
     trailing: dict[int, int] = field(default_factory=dict)  # handle -> the replacement that ended its engine
     slices: int = 0
@@ -83,12 +99,14 @@ class SendingRoom:
         prompt_len: int,
         layers: tuple[int, int],
         page_size: int,
+        checksums: bool,
         allocate: Callable[[SendingRoom, int], int],
     ) -> None:
         """`allocate(room, target rank)` hands out a handle that nothing else ever had."""
         self.room, self.instance, self.epoch, self.prompt_len = room, instance, epoch, prompt_len
         self._allocate = allocate
         self._page_size = page_size
+        self._checksums = checksums
         self.state = Sending.BOOTSTRAPPING
         self.reason = ""
         self.closed = False
@@ -176,14 +194,20 @@ class SendingRoom:
         self._token = payload
         return self._advance()
 
-    def completed(self, peer_rank: int, handle: int, error: str | None, proven: bool) -> list[SenderAction]:
+    def completed(
+        self, peer_rank: int, handle: int, error: str | None, proven: bool, checksums: bytes
+    ) -> list[SenderAction]:
         """A handle ended; `proven`: it neither reads nor writes any more. An unproven one may end well later."""
         flow = self.flows[peer_rank]
-        flow.pending.pop(handle, None)
+        part = flow.pending.pop(handle, None)
         flow.unproven.pop(handle, None)
         if not proven:
             flow.unproven[handle] = None
         actions: list[SenderAction] = []
+        if error is None and part is not None and not self.ended:
+            landed = Slice(self.room, part.number, part.layers, part.start, part.end, checksums, part.instead_of)
+            flow.landed.append(landed)
+            actions.append(Send(flow.peer, landed))
         if error is not None:
             actions += self.fail(f"write to {flow.peer.instance} rank {flow.peer.rank}: {error}")
         return actions + (self._settle() if self.ended else self._advance())
@@ -212,6 +236,18 @@ class SendingRoom:
         flow.acked = True
         return self._advance() if not self.ended else []
 
+    def send_again(self, peer: Peer, number: int) -> list[SenderAction]:
+        """The target found a slice damaged. It is written once more, and `Finished` said anew."""
+        flow = self.flows.get(peer.rank)
+        if self.ended or flow is None:
+            return self.repeat(peer)
+        damaged = next((one for one in flow.landed if one.number == number), None)
+        if damaged is None or number in flow.again:  # repeats are harmless
+            return []
+        flow.again[number] = None
+        flow.finished = None
+        return [self._write(flow, damaged.layers, damaged.start, damaged.end, instead_of=number)]
+
     def stop(self, reason: str) -> list[SenderAction]:
         """The log ended the room: it knows why, so only the release is worth telling."""
         actions = self.fail(reason, tell=False)
@@ -235,9 +271,10 @@ class SendingRoom:
             if flow is None or flow.quiet:
                 actions.append(Send(peer, Stopped(self.room)))
             return actions
-        if flow is not None and flow.finished is not None and not flow.acked:
-            return [Send(peer, flow.finished)]
-        return []
+        if flow is None or flow.acked:
+            return []
+        said: list[SenderAction] = [Send(peer, message) for message in flow.landed]
+        return said if flow.finished is None else [*said, Send(peer, flow.finished)]
 
     # ---- inside
 
@@ -279,7 +316,6 @@ class SendingRoom:
 
     def _submit(self, flow: Flow) -> Iterator[Submit]:
         """Whatever is in our pool and not yet on its way, as few handles as the layers allow."""
-        assert flow.pages is not None and self._pages is not None
         offset = flow.target.layers[0] - self._layers[0]
         first = 0
         while first < len(flow.sent):
@@ -288,18 +324,23 @@ class SendingRoom:
             while last < len(flow.sent) and (flow.sent[last], self._written[offset + last]) == (start, end):
                 last += 1
             if start < end:
-                runs = tuple(extents(self._pages, flow.pages, start, end, self._page_size))
-                handle = self._next_handle(flow)
                 flow.sent[first:last] = [end] * (last - first)
                 layers = (flow.target.layers[0] + first, flow.target.layers[0] + last)
-                yield Submit(flow.peer, handle, self.room, layers, flow.target.heads, runs)
+                step = self._page_size * max(1, SLICE_PAGES // (last - first))
+                for begin in range(start, end, step):
+                    yield self._write(flow, layers, begin, min(end, begin + step))
             first = last
 
-    def _next_handle(self, flow: Flow) -> int:
+    def _write(
+        self, flow: Flow, layers: tuple[int, int], start: int, end: int, instead_of: int | None = None
+    ) -> Submit:
+        assert flow.pages is not None and self._pages is not None
         handle = self._allocate(self, flow.peer.rank)
-        flow.pending[handle] = None
+        flow.pending[handle] = _Part(flow.slices, layers, start, end, instead_of)
         flow.slices += 1
-        return handle
+        runs = tuple(extents(self._pages, flow.pages, start, end, self._page_size))
+        parts = tuple(spans(self._pages, start, end, self._page_size)) if self._checksums else ()
+        return Submit(flow.peer, handle, self.room, layers, flow.target.heads, runs, parts)
 
     def _finish(self, flow: Flow) -> list[SenderAction]:
         if self.ended or flow.finished is not None or flow.pages is None or not flow.quiet:
@@ -315,6 +356,7 @@ class SendingRoom:
             layers=flow.target.layers,
             nbytes=self.plan.bytes(flow.target, self.prompt_len),
             slices=flow.slices,
+            again=len(flow.again),
             first_token=self._token if flow.needs_token else None,
         )
         return [Send(flow.peer, flow.finished)]

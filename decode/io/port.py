@@ -60,7 +60,7 @@ class DecodePort:
             case StartSender() | FirstToken():
                 raise AssertionError("a decode instance sends no KV")
 
-    def ran(self, batch: Batch) -> list[Observation]:
+    def wrote(self, batch: Batch, layers: tuple[int, int]) -> list[Observation]:
         return []
 
     def on_readable(self) -> list[Observation]:
@@ -91,6 +91,7 @@ class DecodePort:
         counters = {
             "transfers_done": side.counters.done,
             "transfers_failed": side.counters.failed,
+            "slices_damaged": side.counters.damaged,
             "frames_dropped": link.malformed + link.unbound,
         }
         queues = {"unfenced_sources": side.unfenced(), "handshakes": self._bootstrap.asking}

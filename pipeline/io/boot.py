@@ -130,7 +130,8 @@ def _executor(config: RankConfig, stage: Any, sample: Sampler, context: zmq.Cont
     hidden_in = None if first else HiddenReceiver(context, config.hidden_in, config.epoch)
     hidden_out = None if last else HiddenSender(context, config.hidden_out, config.epoch)
     host = HostMemory(stage.kv_pool, config.host_bytes)
-    return Executor(stage, sample, hidden_in, hidden_out, host, HIDDEN_TIMEOUT)
+    by_layer = config.role == "prefill" and config.push == "layer"
+    return Executor(stage, sample, hidden_in, hidden_out, host, HIDDEN_TIMEOUT, by_layer)
 
 
 def _replica_config(config: RankConfig, pages: int) -> ReplicaConfig:

@@ -46,6 +46,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int  # attempts known at once; more are refused
     transfer_backend: str
     transfer_device: str
+    push: str  # prefill: "layer" or "chunk", after which KV is sent
+    checksum: str  # of KV pages: "xxh3" or "none"
     host: str  # address peers can reach, for the link and the transfer engine
     control: str  # ZMQ endpoints from here on
     relay_in: str  # "" on rank 0

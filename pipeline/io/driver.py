@@ -37,7 +37,7 @@ from pipeline.effects import (
 )
 from pipeline.io import control
 from pipeline.io.control import RankConfig
-from pipeline.io.executor import Copied, Died, Executor, Ran, Sampled
+from pipeline.io.executor import Copied, Died, Executor, Ran, Sampled, Wrote
 from pipeline.io.flight import FlightFiles
 from pipeline.io.links import Links
 from pipeline.io.ring import (
@@ -67,7 +67,9 @@ class Port(Protocol):
     """The rank's end of the KV transfer, as the loop needs it: `transfer.io` behind role-specific glue."""
 
     def perform(self, effect: RoomEffect) -> list[Observation]: ...
-    def ran(self, batch: Batch) -> list[Observation]: ...
+    def wrote(self, batch: Batch, layers: tuple[int, int]) -> list[Observation]:
+        """The batch's KV for these layers, global and half-open, is in the pool. Each layer at least once."""
+
     def register(self, poller: zmq.Poller) -> None:
         """Called before every poll; cheap, for links come and go."""
 
@@ -241,8 +243,10 @@ class Driver:
     def _read_executor(self) -> None:
         for event in self._executor.events():
             match event:
+                case Wrote(batch, layer):
+                    self._observe(self._port.wrote(batch, (layer, layer + 1)))
                 case Ran(batch):
-                    self._observe(self._port.ran(batch))
+                    self._observe(self._port.wrote(batch, (self._config.layer_begin, self._config.layer_end)))
                 case Sampled(item):
                     if self._sequencer is not None:
                         self._sequencer.returned(item)

@@ -27,10 +27,20 @@ from pipeline.planner import Batch
 class Model(Protocol):
     """`engine.stage.Stage`, handed in: `pipeline` and `engine` do not import each other."""
 
+    on_layer_written: Callable[[int], None] | None
+
     def forward(self, rows: Sequence[Any], hidden: torch.Tensor | None = None) -> Any: ...
 
 
 Sampler = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """KV of the batch is in this rank's pool for one layer more."""
+
+    batch: Batch
+    layer: int  # global
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ class Died:
     reason: str
 
 
-Event = Ran | Sampled | Copied | Died
+Event = Wrote | Ran | Sampled | Copied | Died
 
 
 class Executor:
@@ -75,12 +85,16 @@ class Executor:
         hidden_out: HiddenSender | None,
         host: HostMemory,
         timeout: float,
+        by_layer: bool,
     ) -> None:
+        """`by_layer`: say of each layer when its KV is written."""
         self._model, self._sampler, self.host = model, sampler, host
         self._in, self._out, self._timeout = hidden_in, hidden_out, timeout
         self._work: queue.SimpleQueue[Batch | HostEffect | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        if by_layer:
+            model.on_layer_written = self._wrote
         self._running: tuple[Batch, float] | None = None  # read by the loop for status only
         self._thread = threading.Thread(target=self._main, name="executor", daemon=True)
 
@@ -145,6 +159,10 @@ class Executor:
         chosen = self._sampler(output.logits, samples) if samples else ()
         self._tell(Ran(batch))
         self._tell(Sampled(Return(batch.tick, tuple(TokenOut(c.token, c.logprob, c.top) for c in chosen))))
+
+    def _wrote(self, layer: int) -> None:
+        assert self._running is not None
+        self._tell(Wrote(self._running[0], layer))
 
     def _copy(self, work: HostEffect) -> None:
         try:

@@ -44,6 +44,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout: float = 600.0  # seconds, for requests that set none
     transfer_backend: str = "auto"
     transfer_device: str = ""
+    push: str = "layer"  # prefill sends KV after each layer of a chunk, or after the whole chunk: "chunk"
+    checksum: str = "xxh3"  # of KV pages, or "none"
     ring_timeout: float = 8.0  # seconds of silence after which a rank counts as stuck
     tick_timeout: float = 60.0  # seconds for one microbatch, after which the instance counts as hung
     progress_timeout: float = 5.0  # the same, after which the health service says so
@@ -60,6 +62,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"instance {self.instance!r} is not 1 to 63 letters, digits, dots, dashes or underscores")
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", self.rank_module):
             raise ConfigError(f"rank_module {self.rank_module!r} is not the name of a module")
+        for field, known in (("push", ("layer", "chunk")), ("checksum", ("xxh3", "none"))):
+            if (value := getattr(self, field)) not in known:
+                raise ConfigError(f"{field} is {value!r}; it is {' or '.join(known)}")
         for field in ("pp_size", "page_size", "chunk_size", "max_batch_rows", "max_queue",
                       "stream_buffer", "first_epoch"):  # fmt: skip
             if getattr(self, field) < 1:
@@ -141,6 +146,8 @@ def rank_configs(
             max_queue=config.max_queue,
             transfer_backend=config.transfer_backend,
             transfer_device=config.transfer_device,
+            push=config.push,
+            checksum=config.checksum,
             host=host,
             control=f"ipc://{folder}/control",
             relay_in=link("relay", rank),

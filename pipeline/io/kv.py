@@ -86,5 +86,11 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
         regions=regions,
         engine=engine,
         engine_factory=engine_factory,
-        terms=Terms(model=config.model_digest, kv_dtype=config.dtype, cache="kv", backend=engine.name),
+        terms=Terms(
+            model=config.model_digest,
+            kv_dtype=config.dtype,
+            cache="kv",
+            backend=engine.name,
+            checksum=config.checksum,
+        ),
     )

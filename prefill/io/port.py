@@ -1,7 +1,7 @@
 """A prefill rank's end of the KV transfer, in the control loop's terms.
 
-In: the log's room effects and the batches the executor has run. Out: observations. Slices of a batch
-are pushed as soon as this rank has run it, while the next batch computes.
+In: the log's room effects, and what the executor has written. Out: observations. KV is pushed as soon as
+it is written, while later layers, or the next batch, compute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transfer.io.sending_port import SendingPort
 class PrefillPort:
     """`pipeline.io.driver.Port` over a `SendingPort`."""
 
-    def __init__(self, port: SendingPort, layers: tuple[int, int], sampler: bool) -> None:
-        self._port, self._layers, self._sampler = port, layers, sampler
+    def __init__(self, port: SendingPort, sampler: bool) -> None:
+        self._port, self._sampler = port, sampler
         self.register = port.register
 
     def perform(self, effect: RoomEffect) -> list[Observation]:
@@ -35,10 +35,10 @@ class PrefillPort:
             case SendDestinations():
                 raise AssertionError("a prefill instance receives no KV")
 
-    def ran(self, batch: Batch) -> list[Observation]:
+    def wrote(self, batch: Batch, layers: tuple[int, int]) -> list[Observation]:
         observed: list[Observe] = []
         for row in batch.rows:
-            observed += self._port.written(row.key.room, row.start, row.start + len(row.tokens), self._layers)
+            observed += self._port.written(row.key.room, row.start, row.start + len(row.tokens), layers)
         return _seen(observed)
 
     def on_readable(self) -> list[Observation]:
@@ -55,6 +55,7 @@ class PrefillPort:
             "transfers_done": side.counters.done,
             "transfers_failed": side.counters.failed,
             "handles_failed": engines.handles_failed,
+            "slices_sent_again": side.counters.again,
             "engine_replacements": slot.replacements,
             "frames_dropped": link.malformed + link.unbound,
         }

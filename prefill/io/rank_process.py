@@ -28,8 +28,7 @@ def make_port(config: RankConfig, stage: Any, context: zmq.Context[zmq.Socket[by
         context=context,
         engine_factory=parts.engine_factory,
     )
-    layers = (config.layer_begin, config.layer_end)
-    return PrefillPort(port, layers, config.rank == config.pp_size - 1), port.address, parts.engine.name
+    return PrefillPort(port, config.rank == config.pp_size - 1), port.address, parts.engine.name
 
 
 if __name__ == "__main__":

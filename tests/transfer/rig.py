@@ -21,8 +21,8 @@ HOST = "127.0.0.1"
 PREFILL, DECODE = "prefill", "decode"
 
 
-def terms(backend: str) -> Terms:
-    return Terms(model="m", kv_dtype="uint8", cache="kv", backend=backend)
+def terms(backend: str, checksum: str = "xxh3") -> Terms:
+    return Terms(model="m", kv_dtype="uint8", cache="kv", backend=backend, checksum=checksum)
 
 
 def engine_for(backend: str, pool: Pool, handle_deadline: float = 20.0) -> TransferEngine:

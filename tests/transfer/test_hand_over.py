@@ -15,9 +15,17 @@ sizes = st.integers(1, LAYERS)
 seeds = st.integers(0, 2**32)
 
 
-def world(prefill: int, decode: int, seed: int, rooms: int) -> World:
+def world(
+    prefill: int,
+    decode: int,
+    seed: int,
+    rooms: int,
+    checksums: bool = False,
+    leased: bool = False,
+    damage: float = 0.0,
+) -> World:
     random = Random(seed)
-    made = World(pipeline(prefill, LAYERS), pipeline(decode, LAYERS), random)
+    made = World(pipeline(prefill, LAYERS), pipeline(decode, LAYERS), random, True, checksums, leased, damage)
     src, dst = list(range(40)), list(range(40))
     random.shuffle(src)
     random.shuffle(dst)
@@ -141,3 +149,63 @@ def test_replaced_engines_release_everything_and_no_late_write_meets_a_released_
                 made.sent(rank, sender.close(room.name))
     assert not any(side.rooms() for side in made.senders)
     assert not any(side.rooms() for side in made.receivers)
+
+
+@given(sizes, sizes, seeds)
+@settings(max_examples=120, deadline=None)
+def test_t13_damaged_slices_are_sent_again_or_end_the_room_and_are_never_decoded(
+    prefill: int, decode: int, seed: int
+) -> None:
+    made = world(prefill, decode, seed, rooms=3, checksums=True, damage=Random(seed).choice([0.002, 0.02, 0.2]))
+    made.run(300)
+    made.settle()
+    again = sum(side.counters.again for side in made.senders)
+    assert again <= sum(side.counters.damaged for side in made.receivers)
+    for room in made.rooms.values():
+        ends = [made.told.get((DECODE, rank, room.name, "transfer")) for rank in range(decode)]
+        if all(end is not None and end.good for end in ends):
+            made.assert_landed(room)
+        else:
+            failed = [end.reason for end in ends if end is not None and not end.good]
+            assert any("damaged twice" in reason for reason in failed), failed
+            made.stop(room)
+    made.settle()
+    assert sum(side.unfenced() for side in made.receivers) == 0
+
+
+def test_t13_damage_is_repaired_at_all() -> None:
+    """Of many rooms with a little damage, most are sent again and end well."""
+    repaired = 0
+    for seed in range(60):
+        made = world(2, 3, seed, rooms=3, checksums=True, damage=0.02)
+        made.run(300)
+        made.settle()
+        good = all(end.good for (side, _, _, topic), end in made.told.items() if (side, topic) == (DECODE, "transfer"))
+        repaired += good and sum(side.counters.again for side in made.senders) > 0
+    assert repaired >= 10
+
+
+@given(sizes, sizes, seeds)
+@settings(max_examples=120, deadline=None)
+def test_under_leases_no_write_lands_after_the_release_whatever_the_sender_says(
+    prefill: int, decode: int, seed: int
+) -> None:
+    made = world(prefill, decode, seed, rooms=3, checksums=True, leased=True)
+    made.run(300, stops=0.01, failures=0.02)
+    made.settle()
+    for room in made.rooms.values():
+        if not room.stopped:
+            made.stop(room)
+    made.settle()
+    assert not made.granted, "every lease has ended"
+    for room in made.rooms.values():
+        for rank, receiver in enumerate(made.receivers):
+            if room.name in [status.room for status in receiver.rooms()]:
+                assert made.told[DECODE, rank, room.name, "release"].good
+                made.received(rank, receiver.close(room.name))
+        for rank, sender in enumerate(made.senders):
+            if room.written[rank] >= 0:
+                assert made.told[PREFILL, rank, room.name, "release"].good
+                made.sent(rank, sender.close(room.name))
+    assert not any(sender.rooms() for sender in made.senders)
+    assert not any(receiver.rooms() for receiver in made.receivers)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.transfer.pools import pipeline
 from transfer import receiving_room, sending_room
-from transfer.actions import NeedPeer, Observe, Peer, Send, Submit
-from transfer.messages import Destinations, Failed, Finished, FinishedAck, Stop, Stopped
+from transfer.actions import Grant, NeedPeer, Observe, Peer, Revoke, Send, Submit, Verify
+from transfer.messages import Again, Destinations, Failed, Finished, FinishedAck, Slice, Stop, Stopped
 from transfer.receiver import ReceivingSide
 from transfer.sender import SendingSide
 
@@ -49,11 +49,13 @@ def test_one_room_from_open_to_close() -> None:
     ready(side)
     (submit,) = side.written("r/0", 0, 4, LAYERS)
     assert submit == Submit(D0, 1, "r/0", LAYERS, (0, 2), ((12, 20, 4),))
-    assert side.completed(1, None) == []
+    landed = Slice("r/0", 0, LAYERS, 0, 4)
+    assert side.completed(1, None) == [Send(D0, landed)]
     finished = Finished("r/0", 4, LAYERS, 4 * 2 * 64, 1, b"t")
     assert side.first_token("r/0", b"t") == [Send(D0, finished)]
     assert side.first_token("r/0", b"t") == []
-    assert side.peer_connected(D0, ONE) == [Send(D0, finished)], "said again until it is acknowledged"
+    again = [Send(D0, landed), Send(D0, finished)]
+    assert side.peer_connected(D0, ONE) == again, "said again until it is acknowledged"
     assert side.on_message(D0, FinishedAck("r/0")) == [Observe("r/0", "transfer", True)]
     assert side.on_message(D0, FinishedAck("r/0")) == []
     assert side.stop("r/0", "abort") == [Observe("r/0", "release", True)], "an abort that crossed the end"
@@ -224,8 +226,14 @@ def receiving() -> ReceivingSide:
 
 def test_a_room_received() -> None:
     side = receiving()
-    finished = Finished("r/0", 4, LAYERS, 4 * 2 * 64, 3, b"t")
-    assert side.on_message(P0, finished) == [Send(P0, FinishedAck("r/0")), Observe("r/0", "transfer", True, "", b"t")]
+    finished = Finished("r/0", 4, LAYERS, 4 * 2 * 64, 2, b"t")
+    assert side.on_message(P0, Slice("r/0", 0, (0, 1), 0, 4)) == []
+    assert side.on_message(P0, finished) == [], "what it counts is not all here"
+    assert side.on_message(P0, Slice("r/0", 0, (0, 1), 0, 4)) == [], "a repeat counts once"
+    assert side.on_message(P0, Slice("r/0", 1, (1, 2), 0, 4)) == [
+        Send(P0, FinishedAck("r/0")),
+        Observe("r/0", "transfer", True, "", b"t"),
+    ]
     assert side.on_message(P0, finished) == [Send(P0, FinishedAck("r/0"))]
     assert side.on_message(P0, Failed("r/0", "too late")) == []
     assert side.stop("r/0", "abort") == [Observe("r/0", "release", True)]
@@ -311,3 +319,114 @@ def test_what_a_lost_peer_parked_does_not_take_the_place_of_others() -> None:
     side.peer_lost("d", 1, "killed", dead=True)
     assert side.on_message(here, Destinations("f/0", 4, (0,))) == []
     assert side.open("f/0", "e", 1, 4) == [Observe("f/0", "bootstrap", True)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Slice("r/0", 1, (0, 3), 0, 4),
+        Slice("r/0", 1, (1, 1), 0, 4),
+        Slice("r/0", 1, LAYERS, 2, 2),
+        Slice("r/0", 1, LAYERS, 0, 5),
+        Slice("r/0", 1, (1, 2), 0, 4, instead_of=0),
+    ],
+)
+def test_a_slice_that_cannot_be_ends_the_room(wrong: Slice) -> None:
+    side = receiving()
+    assert side.on_message(P0, Slice("r/0", 0, (0, 1), 0, 4)) == []
+    (first, *_) = side.on_message(P0, wrong)
+    assert isinstance(first, Observe) and not first.good
+
+
+def test_slices_that_together_are_more_than_the_prompt_end_the_room() -> None:
+    side = receiving()
+    assert side.on_message(P0, Slice("r/0", 0, (0, 1), 0, 4)) == []
+    assert side.on_message(P0, Slice("r/0", 1, (0, 1), 0, 4)) == []
+    reason = f"{P0} sent more than 4 positions of layers (0, 2)"
+    assert side.on_message(P0, Slice("r/0", 2, (1, 2), 0, 1))[0] == Observe("r/0", "transfer", False, reason)
+
+
+def checked() -> ReceivingSide:
+    side = ReceivingSide(0, ONE, checksums=True)
+    side.open("r/0", "p", 1, 4)
+    side.peer_ready("p", 1, ONE)
+    side.send_destinations("r/0", [5])
+    return side
+
+
+def test_t13_a_damaged_slice_is_asked_for_once_more_and_an_earlier_finished_counts_no_more() -> None:
+    side = checked()
+    first, finished = Slice("r/0", 0, LAYERS, 0, 4, b"sums"), Finished("r/0", 4, LAYERS, 512, 1, b"t")
+    assert side.on_message(P0, first) == [Verify("r/0", 0, 0, LAYERS, (0, 2), ((20, 4),), b"sums")]
+    assert side.on_message(P0, finished) == [], "not before its checksums are verified"
+    assert side.verified("r/0", 0, 0, sound=False) == [Send(P0, Again("r/0", 0))]
+    assert side.on_message(P0, finished) == [], "a repeat of what was said before"
+    assert side.peer_reconnected(P0)[1:] == [Send(P0, Again("r/0", 0))], "said again while it is owed"
+    second = Slice("r/0", 1, LAYERS, 0, 4, b"sums", instead_of=0)
+    assert [type(action) for action in side.on_message(P0, second)] == [Verify]
+    assert side.verified("r/0", 0, 1, sound=True) == []
+    assert side.on_message(P0, Finished("r/0", 4, LAYERS, 512, 2, b"t", again=1)) == [
+        Send(P0, FinishedAck("r/0")),
+        Observe("r/0", "transfer", True, "", b"t"),
+    ]
+    assert side.counters.damaged == 1
+
+
+def test_t13_a_slice_damaged_twice_ends_the_room_which_waits_for_its_fence() -> None:
+    side = checked()
+    side.on_message(P0, Slice("r/0", 0, LAYERS, 0, 4, b"sums"))
+    side.on_message(P0, Finished("r/0", 4, LAYERS, 512, 1, b"t"))
+    side.verified("r/0", 0, 0, sound=False)
+    side.on_message(P0, Slice("r/0", 1, LAYERS, 0, 4, b"sums", instead_of=0))
+    reason = f"KV of {P0} arrived damaged twice: layers (0, 2) of positions [0, 4)"
+    assert side.verified("r/0", 0, 1, sound=False) == [
+        Observe("r/0", "transfer", False, reason),
+        Send(P0, Stop("r/0", reason)),
+    ]
+    assert side.unfenced() == 1
+    assert side.on_message(P0, Finished("r/0", 4, LAYERS, 512, 1, b"t")) == [], "said before the second write"
+    assert side.on_message(P0, Stopped("r/0")) == [Observe("r/0", "release", True)]
+
+
+def test_t13_the_sender_writes_a_damaged_slice_once_more_and_finishes_anew() -> None:
+    side = SendingSide(0, ONE, True, checksums=True)
+    side.peer_connected(D0, ONE)
+    assert side.open("r/0", "d", 0, 6) == []
+    side.on_message(D0, Destinations("r/0", 6, (5, 6)))
+    side.start("r/0", [3, 4])
+    (submit,) = submitted(side.written("r/0", 0, 6, LAYERS))
+    assert submit.spans == ((12, 4), (16, 2)), "page by page"
+    side.completed(1, None, checksums=b"sums")
+    side.first_token("r/0", b"t")
+    (again,) = submitted(side.on_message(D0, Again("r/0", 0)))
+    assert (again.runs, again.layers, again.handle) == (submit.runs, submit.layers, 2)
+    assert side.on_message(D0, Again("r/0", 0)) == [] and side.on_message(D0, Again("r/0", 7)) == []
+    assert side.on_message(D0, FinishedAck("r/0")) == [], "of what it finished before"
+    assert side.completed(2, None, checksums=b"sums") == [
+        Send(D0, Slice("r/0", 1, LAYERS, 0, 6, b"sums", instead_of=0)),
+        Send(D0, Finished("r/0", 6, LAYERS, 6 * 2 * 64, 2, b"t", again=1)),
+    ]
+    assert side.counters.again == 1
+
+
+def test_under_a_lease_only_its_end_is_a_fence() -> None:
+    side = ReceivingSide(0, ONE, leased=True)
+    side.open("r/0", "p", 1, 4)
+    side.peer_ready("p", 1, ONE)
+    assert side.send_destinations("r/0", [5]) == [Grant("r/0", (5,)), Send(P0, Destinations("r/0", 4, (5,)))]
+    assert side.stop("r/0", "abort") == [Revoke("r/0"), Send(P0, Stop("r/0", "abort"))]
+    assert side.on_message(P0, Stopped("r/0")) == [], "it may say so; its kernel may still hold bytes"
+    assert side.peer_lost("p", 1, "reaped", dead=True) == []
+    assert side.unfenced() == 1
+    assert side.revoked("r/0") == [Observe("r/0", "release", True)]
+    assert side.close("r/0") == [] and side.rooms() == ()
+
+
+def test_the_end_of_a_good_transfer_ends_its_lease() -> None:
+    side = ReceivingSide(0, ONE, leased=True)
+    side.open("r/0", "p", 1, 4)
+    side.peer_ready("p", 1, ONE)
+    side.send_destinations("r/0", [5])
+    side.on_message(P0, Slice("r/0", 0, LAYERS, 0, 4))
+    assert side.on_message(P0, Finished("r/0", 4, LAYERS, 512, 1, b"t"))[-1] == Revoke("r/0")
+    assert side.stop("r/0", "abort") == [Observe("r/0", "release", True)]

@@ -4,6 +4,10 @@ In: topologies, rooms, a seeded random generator, which faults may happen.
 Out: an end state to assert on. After each step it checks itself: observations come once
 per topic, nothing is submitted after `Stopped`, no write lands after the destination
 released its pages, no write reads source pages that were released.
+
+With `leased`, an engine that checks each write: one that comes after the lease was revoked
+does not land, and a failed handle is called quiet although its bytes are still on their way.
+With `damage`, some of what lands is not what was sent.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from transfer.actions import NeedPeer, Observe, Peer, ReceiverAction, Send, SenderAction, Submit
+from transfer.actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, SenderAction, Submit, Verify
 from transfer.messages import RoomMessage, Stopped
 from transfer.plan import Topology, TransferPlan
 from transfer.receiver import ReceivingSide
@@ -55,12 +59,28 @@ class Orphan:
 
 
 class World:
-    def __init__(self, source: Topology, destination: Topology, random: Random, repeats: bool = True) -> None:
-        self.random, self.repeats = random, repeats
+    def __init__(
+        self,
+        source: Topology,
+        destination: Topology,
+        random: Random,
+        repeats: bool = True,
+        checksums: bool = False,
+        leased: bool = False,
+        damage: float = 0.0,
+    ) -> None:
+        self.random, self.repeats, self.leased, self.damage = random, repeats, leased, damage
         self.source, self.destination = source, destination
         self.plan = TransferPlan(source, destination)
-        self.senders = [SendingSide(rank, source, rank == len(source.shards) - 1) for rank in range(len(source.shards))]
-        self.receivers = [ReceivingSide(rank, destination) for rank in range(len(destination.shards))]
+        last = len(source.shards) - 1
+        self.senders = [SendingSide(rank, source, rank == last, checksums) for rank in range(len(source.shards))]
+        self.receivers = [
+            ReceivingSide(rank, destination, checksums, leased) for rank in range(len(destination.shards))
+        ]
+        self.checks: list[tuple[int, Verify]] = []  # destination rank
+        self.revocations: list[tuple[int, str]] = []
+        self.granted: dict[tuple[int, str], tuple[int, ...]] = {}  # destination rank, room -> pages
+        self.damaged = 0
         self.rooms: dict[str, Room] = {}
         self.told: dict[tuple[str, int, str, str], Observe] = {}  # side, rank, room, topic
         self.messages: list[tuple[Peer, Peer, RoomMessage]] = []
@@ -117,6 +137,12 @@ class World:
                     self.observe(DECODE, rank, action)
                 case Send(peer, message):
                     self.messages.append((Peer(DECODE, 1, rank), peer, message))
+                case Grant(room, pages):
+                    self.granted[rank, room] = pages
+                case Revoke(room):
+                    self.revocations.append((rank, room))
+                case Verify():
+                    self.checks.append((rank, action))
                 case NeedPeer(instance, _):
                     self.received(rank, self.receivers[rank].peer_ready(instance, 1, self.source))
 
@@ -141,7 +167,31 @@ class World:
         if not flight.writes:
             self.flights.remove(flight)
             if not self.dead and (not flight.failed or self.random.random() < 0.5):
-                self.sent(flight.rank, self.senders[flight.rank].completed(flight.submit.handle, None))
+                checksums = self.checksums(flight)
+                self.sent(
+                    flight.rank, self.senders[flight.rank].completed(flight.submit.handle, None, checksums=checksums)
+                )
+
+    def checksums(self, flight: Flight) -> bytes:
+        """Of the source, which holds at each position what names it."""
+        submit = flight.submit
+        name, pages, size = submit.room, self.rooms[submit.room].src_pages, self.source.page_size
+        positions = [
+            pages.index((at + i) // size) * size + (at + i) % size for at, tokens in submit.spans for i in range(tokens)
+        ]
+        return repr([(name, layer, position) for layer in range(*submit.layers) for position in positions]).encode()
+
+    def check(self) -> None:
+        rank, asked = self.checks.pop(self.random.randrange(len(self.checks)))
+        offsets = [at + i for at, tokens in asked.spans for i in range(tokens)]
+        found = repr([self.memory.get((rank, layer, at)) for layer in range(*asked.layers) for at in offsets])
+        sound = found.encode() == asked.checksums
+        self.received(rank, self.receivers[rank].verified(asked.room, asked.source, asked.number, sound))
+
+    def revoke(self) -> None:
+        rank, room = self.revocations.pop(self.random.randrange(len(self.revocations)))
+        self.granted.pop((rank, room), None)
+        self.received(rank, self.receivers[rank].revoked(room))
 
     def write(self, flight: Flight, layer: int, src: int, dst: int) -> None:
         self.arrive(self.orphan(flight, layer, src, dst))
@@ -153,13 +203,26 @@ class World:
         return Orphan(flight.rank, flight.engine, room.name, flight.submit.peer.rank, layer, dst, position)
 
     def arrive(self, bytes_: Orphan) -> None:
+        if self.leased and (bytes_.to, bytes_.room) not in self.granted:
+            return
         released = (DECODE, bytes_.to, bytes_.room, "release") in self.told
         assert not released, f"a write of {bytes_.room} landed after its release"
-        self.memory[bytes_.to, bytes_.layer, bytes_.offset] = (bytes_.room, bytes_.layer, bytes_.position)
+        if self.leased:
+            assert bytes_.offset // self.source.page_size in self.granted[bytes_.to, bytes_.room]
+        what = bytes_.room
+        if self.random.random() < self.damage:
+            self.damaged += 1
+            what = "flipped"
+        self.memory[bytes_.to, bytes_.layer, bytes_.offset] = (what, bytes_.layer, bytes_.position)
 
     def fail_a_handle(self) -> None:
         flight = self.random.choice(self.flights)
-        if not flight.failed and not self.dead:
+        if self.leased:  # its connection is closed: what the kernel had taken of it is on its way
+            self.flights.remove(flight)
+            for layer, src, dst in flight.writes[: self.random.randint(0, len(flight.writes))]:
+                self.orphans.append(self.orphan(flight, layer, src, dst))
+            self.sent(flight.rank, self.senders[flight.rank].completed(flight.submit.handle, "cut", True))
+        elif not flight.failed and not self.dead:
             flight.failed = True
             self.sent(flight.rank, self.senders[flight.rank].completed(flight.submit.handle, "cut"))
 
@@ -293,6 +356,12 @@ class World:
                 self.deliver()
             elif choice < 0.6 and self.flights:
                 self.land()
+            elif choice < 0.65 and self.checks:
+                self.check()
+            elif choice < 0.7 and self.revocations:
+                self.revoke()
+            elif choice < 0.75 and self.leased and self.orphans:
+                self.arrive(self.orphans.pop(self.random.randrange(len(self.orphans))))
             elif not room.stopped:
                 self.step_log(room)
 
@@ -303,6 +372,12 @@ class World:
                 self.deliver()
             while self.flights:
                 self.land(whole=True)
+            while self.checks:
+                self.check()
+            while self.revocations:
+                self.revoke()
+            while self.leased and self.orphans:
+                self.arrive(self.orphans.pop())
             for room in self.rooms.values():
                 if not room.stopped:
                     for rank in range(len(self.senders)):

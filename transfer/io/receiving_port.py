@@ -18,20 +18,23 @@ its rooms fail, but their pages stay unfenced until it speaks again or `peer_dea
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import zmq
 
-from ..actions import NeedPeer, Observe, Peer, ReceiverAction, Send
+from ..actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, Verify
 from ..handshake import misfit, unspecified
 from ..messages import Frame, Hello, Ping, Pong, Refused, Reset, Terms, Welcome
 from ..plan import PlanError, Topology, TransferPlan
 from ..receiver import ReceivingSide
 from ..regions import RegionTable
-from .engine import TransferEngine
+from .checksums import NONE, Checksums
+from .engine import Area, LeasingEngine, TransferEngine
 from .link import LinkClient, LinkCounters
 
 log = logging.getLogger(__name__)
@@ -70,7 +73,12 @@ class ReceivingPort:
             raise ValueError(reason)
         assert terms.backend == engine.name
         self.identity, self.engine = identity, engine
-        self.side = ReceivingSide(identity.rank, topology)
+        self._leasing = engine if isinstance(engine, LeasingEngine) else None
+        self._checksums = None if terms.checksum == NONE else Checksums(regions)
+        checked, leased = self._checksums is not None, self._leasing is not None
+        self.side = ReceivingSide(identity.rank, topology, checked, leased)
+        self._revocations: dict[int, str] = {}  # the engine's handle for it -> room
+        self._numbers = itertools.count(1)
         self._topology, self._regions, self._terms, self._host = topology, regions, terms, host
         self._timeout, self._clock = peer_timeout, clock
         self._context = context or zmq.Context.instance()
@@ -92,6 +100,8 @@ class ReceivingPort:
             poller.register(socket, zmq.POLLIN)
         self._registered[poller] = wanted
         poller.register(self.engine.completion_fd, zmq.POLLIN)
+        if self._checksums is not None:
+            poller.register(self._checksums.fd, zmq.POLLIN)
 
     def on_readable(self) -> list[Observe | NeedPeer]:
         now = self._clock()
@@ -102,7 +112,16 @@ class ReceivingPort:
                     observed += self._on_frame(instance, source, link, frame, now)
                 if link.down and not link.lost and link.dialled_at < now:  # it broke: one try at once, then by tick
                     self._redial(instance, source, link, now)
-        self.engine.poll()
+        for completion in self.engine.poll():
+            if (room := self._revocations.pop(completion.handle, None)) is not None:
+                observed += self._apply(self.side.revoked(room))
+        if self._checksums is not None:
+            for key, checksums in self._checksums.results():
+                asked = cast(Verify, key)
+                sound = checksums == asked.checksums
+                if not sound:
+                    log.warning("KV of %s layers %s from rank %d is damaged", asked.room, asked.layers, asked.source)
+                observed += self._apply(self.side.verified(asked.room, asked.source, asked.number, sound))
         return observed
 
     def tick(self) -> list[Observe | NeedPeer]:
@@ -174,6 +193,8 @@ class ReceivingPort:
         for source in self._sources.values():
             self._hang_up(source)
         self.engine.close()
+        if self._checksums is not None:
+            self._checksums.close()
 
     # ---- inside: links
 
@@ -296,6 +317,18 @@ class ReceivingPort:
             observed += self._apply(self.side.peer_lost(instance, source.epoch, reason, dead=False))
         return observed
 
+    def _areas(self, pages: Sequence[int]) -> list[Area]:
+        """These pages in every buffer, neighbours as one."""
+        size = self._topology.page_size * self._regions.bytes_per_token
+        runs: list[tuple[int, int]] = []
+        for page in sorted(pages):
+            if runs and sum(runs[-1]) == page:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((page, 1))
+        buffers = [base for bases in self._regions.bases for base in bases]
+        return [(base + first * size, count * size) for base in buffers for first, count in runs]
+
     # ---- inside: actions
 
     def _apply(self, actions: list[ReceiverAction]) -> list[Observe | NeedPeer]:
@@ -309,6 +342,17 @@ class ReceivingPort:
                     link = None if source is None else source.links.get(peer.rank)
                     if link is not None and link.peer == peer:
                         link.send(message)
+                case Grant(room, pages):
+                    assert self._leasing is not None
+                    self._leasing.grant(room, self._areas(pages))
+                case Revoke(room):
+                    assert self._leasing is not None
+                    number = next(self._numbers)
+                    self._revocations[number] = room
+                    self._leasing.revoke(number, room)
+                case Verify() as asked:
+                    assert self._checksums is not None
+                    self._checksums.ask(asked, asked.layers, asked.heads, asked.spans)
                 case NeedPeer(instance, epoch):
                     source = self._sources.get(instance)
                     if source is None:

@@ -25,7 +25,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import assert_never, cast
 
 import zmq
 
@@ -36,7 +36,8 @@ from ..plan import Topology
 from ..regions import RegionError, RegionTable, resolve
 from ..replacement import DEFAULT_LIMITS, ReplacementLimits, Tails
 from ..sender import SendingSide
-from .engine import EngineCounters, TransferEngine
+from .checksums import NONE, Checksums
+from .engine import Completion, EngineCounters, TransferEngine
 from .engine_slot import Destroyed, EngineFactory, EngineSlot, Retired, SlotEvent, Started, Starting
 from .link import LinkServer
 
@@ -71,7 +72,9 @@ class SendingPort:
         self.identity = identity
         self.slot = EngineSlot(engine, engine_factory, limits)
         self.tails = Tails(limits)
-        self.side = SendingSide(identity.rank, topology, identity.rank == len(topology.shards) - 1)
+        self._checksums = None if terms.checksum == NONE else Checksums(regions)
+        last = identity.rank == len(topology.shards) - 1
+        self.side = SendingSide(identity.rank, topology, last, self._checksums is not None)
         self.link = LinkServer(f"tcp://{host}:0", identity, context or zmq.Context.instance(), peer_timeout)
         self.address = self.link.address
         self._terms, self._topology, self._regions, self._host = terms, topology, regions, host
@@ -80,6 +83,9 @@ class SendingPort:
         self._unheard: dict[Peer, None] = {}  # since the start of a new engine was begun
         self._unreached: dict[Peer, None] = {}  # of those, which the engine that serves does not know therefore
         self._held: dict[int, tuple[Submit, float]] = {}  # by handle, with the moment it is given up
+        # By handle: what its slice hashes to, None until that is known, and whether its write has ended well.
+        self._hashes: dict[int, bytes | None] = {}
+        self._written: dict[int, None] = {}
         self._retired = 0
         self._registered: dict[zmq.Poller, tuple[int, ...]] = {}
 
@@ -101,6 +107,8 @@ class SendingPort:
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self.link.socket, zmq.POLLIN)
         wanted = self.slot.descriptors()
+        if self._checksums is not None:
+            wanted += (self._checksums.fd,)
         for descriptor in self._registered.get(poller, ()):
             if descriptor not in wanted:
                 poller.unregister(descriptor)
@@ -114,7 +122,10 @@ class SendingPort:
         for route, frame in self.link.receive(now):
             observed += self._on_frame(route, frame, now)
         for completion in self.slot.poll(now):
-            observed += self._apply(self.side.completed(completion.handle, completion.error, completion.quiet))
+            observed += self._ended(completion)
+        if self._checksums is not None:
+            for handle, checksums in self._checksums.results():
+                observed += self._hashed(cast(int, handle), checksums)
         return observed + self._replace(now)
 
     def tick(self) -> list[Observe]:
@@ -168,6 +179,8 @@ class SendingPort:
     def close_port(self) -> None:
         self.link.close()
         self.slot.close()
+        if self._checksums is not None:
+            self._checksums.close()
 
     # ---- inside
 
@@ -255,7 +268,28 @@ class SendingPort:
             writes = resolve(self._regions, hello.regions, submit.layers, submit.heads, submit.runs)
         except RegionError as error:
             return self.side.completed(submit.handle, str(error), quiet=True)
+        if self._checksums is not None:
+            self._hashes[submit.handle] = None
+            self._checksums.ask(submit.handle, submit.layers, submit.heads, submit.spans)
         engine.submit(submit.handle, _key(submit.peer), writes, submit.room)
+        return []
+
+    def _ended(self, completion: Completion) -> list[Observe]:
+        """A write has ended. The slice has landed once its checksums are known too."""
+        handle = completion.handle
+        checksums = self._hashes.get(handle, b"")
+        if completion.error is None and checksums is None:
+            self._written[handle] = None
+            return []
+        self._hashes.pop(handle, None)
+        return self._apply(self.side.completed(handle, completion.error, completion.quiet, checksums or b""))
+
+    def _hashed(self, handle: int, checksums: bytes) -> list[Observe]:
+        if handle in self._written:
+            del self._written[handle], self._hashes[handle]
+            return self._apply(self.side.completed(handle, None, checksums=checksums))
+        if handle in self._hashes:
+            self._hashes[handle] = checksums
         return []
 
     # ---- inside: the replacement of the engine
@@ -307,8 +341,10 @@ class SendingPort:
             case Destroyed(completions):
                 observed: list[Observe] = []
                 for completion in completions:
-                    observed += self._apply(self.side.completed(completion.handle, completion.error, completion.quiet))
+                    observed += self._ended(completion)
                 observed += self._apply(self.side.engine_replaced(self._retired))
+                self._hashes = {handle: known for handle, known in self._hashes.items() if self.side.knows(handle)}
+                self._written = {handle: None for handle in self._written if handle in self._hashes}
                 self.tails.destroyed(self._retired, self.side.trailing_peers(self._retired), now)
                 return observed
             case _:

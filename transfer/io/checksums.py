@@ -1,0 +1,98 @@
+"""Checksums of KV, off the rank's loop: one thread that hashes what lies in the pool.
+
+In: jobs, each a slice's layers, heads and spans. Out: their checksums through an eventfd, in the order of the
+jobs. One checksum per layer and page: xxh3-64 over the page's K and then its V, of the slice's positions and
+heads, big endian; so the two sides agree however they are split into stages and wherever their pages lie.
+
+The thread reads memory that the transfer may still write; what that gives is a wrong checksum, of a room that
+has ended by then. It sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+from collections.abc import Hashable, Sequence
+
+import xxhash
+
+from ..extents import Span
+from ..regions import RegionTable
+
+ALGORITHM = "xxh3"
+NONE = "none"
+
+
+class Checksums:
+    """At most as many jobs wait as the two sides have slices in flight, and those are bounded."""
+
+    def __init__(self, regions: RegionTable) -> None:
+        self._regions = regions
+        self._buffers = tuple(
+            tuple(memoryview((ctypes.c_ubyte * regions.nbytes).from_address(base)).cast("B") for base in bases)
+            for bases in regions.bases
+        )
+        self._jobs: queue.SimpleQueue[tuple[Hashable, tuple[int, int], tuple[int, int], Sequence[Span]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Hashable, bytes]] = queue.SimpleQueue()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._main, name="checksums", daemon=True)
+        self._thread.start()
+
+    def ask(self, key: Hashable, layers: tuple[int, int], heads: tuple[int, int], spans: Sequence[Span]) -> None:
+        """`(key, checksums)` will be among the results. The spans must lie in the pool."""
+        self._jobs.put((key, layers, heads, spans))
+
+    def results(self) -> list[tuple[Hashable, bytes]]:
+        """Those since the last call; clears the eventfd."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return []
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get_nowait())
+        return found
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+        os.close(self.fd)
+
+    def _main(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            key, layers, heads, spans = job
+            self._results.put((key, self._hash(layers, heads, spans)))
+            os.eventfd_write(self.fd, 1)
+
+    def _hash(self, layers: tuple[int, int], heads: tuple[int, int], spans: Sequence[Span]) -> bytes:
+        table = self._regions
+        width = table.bytes_per_token
+        pieces = [(at * width, tokens * width) for at, tokens in spans]
+        if heads != table.heads:  # a range of heads is contiguous only inside one token
+            skip, size = (heads[0] - table.heads[0]) * table.head_bytes, (heads[1] - heads[0]) * table.head_bytes
+            return self._hash_heads(layers, spans, skip, size)
+        found = bytearray()
+        for layer in range(*layers):
+            first, *others = self._buffers[layer - table.layers[0]]
+            for at, nbytes in pieces:
+                page = xxhash.xxh3_64(first[at : at + nbytes])
+                for buffer in others:
+                    page.update(buffer[at : at + nbytes])
+                found += page.digest()
+        return bytes(found)
+
+    def _hash_heads(self, layers: tuple[int, int], spans: Sequence[Span], skip: int, size: int) -> bytes:
+        table = self._regions
+        found = bytearray()
+        for layer in range(*layers):
+            for at, tokens in spans:
+                page = xxhash.xxh3_64()
+                for buffer in self._buffers[layer - table.layers[0]]:
+                    for token in range(at, at + tokens):
+                        begin = token * table.bytes_per_token + skip
+                        page.update(buffer[begin : begin + size])
+                found += page.digest()
+        return bytes(found)
