@@ -22,6 +22,7 @@ from paceline.engine_options import (
     daemon_config,
     model_folder,
 )
+from paceline.transfer_bench.options import add_options as add_transfer_bench_options
 
 DESCRIPTION = "Prefill/decode-disaggregated LLM serving whose pipeline-parallel ranks cannot drift apart."
 EPILOG = "Try it: paceline up --ask 'What is the capital of France?'"
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_doctor(commands)
     _add_replay(commands)
+    _add_transfer_bench(commands)
     _add_gateway(commands)
     for role in ("prefill", "decode"):
         _add_instance(commands, role)
@@ -119,6 +121,13 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--request", metavar="ID", help="show only what touched this request")
     parser.add_argument("--diff", metavar="FILE", help="another rank's recording: show where the two first differ")
     parser.set_defaults(run=_run_replay)
+
+
+def _add_transfer_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "measure how fast KV moves between two processes here, beside what the machine could do"
+    parser = commands.add_parser("transfer-bench", help=about, description="M" + about[1:] + ".")
+    add_transfer_bench_options(parser)
+    parser.set_defaults(run=_run_transfer_bench)
 
 
 def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -219,6 +228,12 @@ def _run_replay(options: argparse.Namespace) -> int:
     from paceline.replay import run
 
     return run(options.file, options.until, options.diff, options.request)
+
+
+def _run_transfer_bench(options: argparse.Namespace) -> int:
+    from paceline.transfer_bench.run import run
+
+    return run(options)
 
 
 def _run_gateway(options: argparse.Namespace) -> int:
