@@ -25,6 +25,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     backend: str
     shape: Shape
     host: str
+    checksum: str
     address: str = ""
 
 

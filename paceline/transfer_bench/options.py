@@ -51,6 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk", type=_count, default=512, metavar="N", help="positions per chunk (default: 512)")
     group.add_argument("--rounds", type=_count, default=7, metavar="N", help="default: 7")
     group.add_argument("--host", default="127.0.0.1", help="address of both processes (default: %(default)s)")
+    group.add_argument(
+        "--checksum", choices=("xxh3", "none"), default="none", help="of the sender path (default: none)"
+    )
     group.add_argument("--compute", action="store_true", help="also: what transfers cost a 2-thread matmul loop")
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the environment here")

@@ -122,7 +122,7 @@ class Pair:
             address = self.sender.answer(Up, START_WITHIN).address
             self.receiver = self._start(
                 roles[1],
-                Begin(begin.backend, begin.shape, begin.host, address),
+                Begin(begin.backend, begin.shape, begin.host, begin.checksum, address),
                 source,
                 destination,
             )

@@ -47,6 +47,7 @@ class Report(msgspec.Struct, frozen=True):
     shape: Shape
     chunk: int
     host: str
+    checksum: str
     skipped: dict[str, str]
     figures: list[Figure]
     ratios: list[Ratios]
@@ -90,7 +91,7 @@ def measure(options: argparse.Namespace, shape: Shape, tokens: Sequence[int]) ->
     environment, skipped, pairs = _environment(), dict[str, str](), list[Pair]()
     with ExitStack() as stack:
         for name in (REFERENCE, *options.backends):
-            begin = Begin(name, shape, options.host)
+            begin = Begin(name, shape, options.host, options.checksum)
             _say(f"starting {name}")
             try:
                 pair = Pair(name, begin, source, destination)
@@ -112,7 +113,7 @@ def measure(options: argparse.Namespace, shape: Shape, tokens: Sequence[int]) ->
         samples = list(rounds(pairs, shape, tokens, options.chunk, options.rounds, _say))
     found = figures(samples, shape)
     return Report(
-        environment, shape, options.chunk, options.host, skipped, found, ratios(samples, found), idle,
+        environment, shape, options.chunk, options.host, options.checksum, skipped, found, ratios(samples, found), idle,
         compute_figures(slices), slices, samples,
     )  # fmt: skip
 

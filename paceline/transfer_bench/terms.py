@@ -27,4 +27,10 @@ def engine_for(begin: Begin, pool: Pool) -> TransferEngine:
 
 
 def terms(begin: Begin, engine: TransferEngine) -> Terms:
-    return Terms(model="transfer-bench", kv_dtype=f"{begin.shape.dtype_bytes} bytes", cache="kv", backend=engine.name)
+    return Terms(
+        model="transfer-bench",
+        kv_dtype=f"{begin.shape.dtype_bytes} bytes",
+        cache="kv",
+        backend=engine.name,
+        checksum=begin.checksum,
+    )
