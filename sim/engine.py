@@ -79,10 +79,10 @@ class SimEngine:
         world, owner = self.owner.world, self.owner
         world.check_fence(owner, submit)
         fault, length = self._orders.pop(0) if self._orders else ("", 0)
-        if target is not None and world.case.leased:
-            if not target.alive or submit.room not in target.receiving.granted:
-                self._later(submit.handle, "the lease is over", True)
-                return
+        refused = target is None or not target.alive or submit.room not in target.receiving.granted
+        if world.case.leased and refused:
+            self._later(submit.handle, "there is no such lease", True)
+            return
         if target is None or fault == FAIL_QUIET:
             world.count_fault(fault)
             self._later(submit.handle, "the write did not start", True)

@@ -42,7 +42,7 @@ def pools() -> tuple[Pool, Pool]:
 @pytest.fixture
 def reference(pools: tuple[Pool, Pool], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setenv("PYTHONPATH", ".:proto")
-    pair = Pair(REFERENCE, Begin(REFERENCE, TINY, "127.0.0.1"), *pools)
+    pair = Pair(REFERENCE, Begin(REFERENCE, TINY, "127.0.0.1", "none"), *pools)
     yield pair
     pair.close()
 
@@ -140,7 +140,7 @@ def test_a_backend_that_is_not_there_is_missing_and_no_failure(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", ".:proto")
     with pytest.raises(Missing, match="pigeon"):
-        Pair("pigeon", Begin("pigeon", TINY, "127.0.0.1"), *pools)
+        Pair("pigeon", Begin("pigeon", TINY, "127.0.0.1", "none"), *pools)
 
 
 def sample(backend: str, method: str, number: int, *seconds: float) -> list[Sample]:
