@@ -164,4 +164,4 @@ def make_engine(name: str, host: str, device: str = "", handle_deadline: float =
         from .nixl import NixlDriver
 
         driver = NixlDriver(host, device, handle_deadline)
-    return OwnedThread(driver)
+    return OwnedThread(driver, handle_deadline)

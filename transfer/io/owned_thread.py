@@ -3,6 +3,11 @@
 In: the engine calls of the rank's loop, queued. Out: completions through an eventfd.
 Asleep without a timer while nothing is outstanding; while something is, it asks the
 library every 0.2 ms, backing off to 1 ms as long as nothing ends.
+
+A library may keep the thread in one call for a minute or for ever, for a peer that stands still,
+and the driver's deadlines stand still with it. So the caller's thread looks at how long the call
+takes: past a bound all that is outstanding is of unknown fate, which leads to another engine, on
+another thread.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
@@ -46,11 +52,12 @@ class Driver(Protocol):
 class OwnedThread:
     """A `TransferEngine` around a driver."""
 
-    def __init__(self, driver: Driver, max_handles: int = 4096) -> None:
+    def __init__(self, driver: Driver, longest_call: float = 20.0, max_handles: int = 4096) -> None:
         self.name = driver.name
         self.counters = driver.counters
         self._driver = driver
-        self._max_handles = max_handles
+        self._longest_call, self._max_handles = longest_call, max_handles
+        self._entered = 0.0  # when the call that the thread is in began
         self._completions = Completions()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unreported: dict[int, None] = {}  # the caller's thread only
@@ -98,6 +105,13 @@ class OwnedThread:
         taken = self._completions.take()
         for completion in taken:
             self._unreported.pop(completion.handle, None)
+        entered = self._entered
+        if entered and self._unreported and time.monotonic() - entered > self._longest_call:
+            reason = f"{self.name} has been in one call for {self._longest_call:.0f} s"
+            log.error("%s: %d transfers are of unknown fate", reason, len(self._unreported))
+            self.counters.handles_unknown += len(self._unreported)
+            taken += [Completion(handle, reason) for handle in self._unreported]
+            self._unreported.clear()
         return taken
 
     def drop(self, peer_key: str) -> None:
@@ -166,7 +180,9 @@ class OwnedThread:
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """A driver reports what goes wrong with a handle; whatever else it raises must not end the thread."""
+        self._entered = time.monotonic()
         try:
             call()
         except Exception:
             log.exception("%s: a library call failed", self.name)
+        self._entered = 0.0
