@@ -5,11 +5,15 @@ In: the geometry. Out: tensors `[pages, page_size, kv_heads, head_dim]` to write
 
 Invariants: all regions lie in one allocation, so it can be registered at once; each region is
 contiguous and starts on a 4 KiB boundary; a run of pages within a region is one byte range; the
-memory never moves, and it starts zeroed. Which page belongs to whom is not this module's business.
+memory never moves, and it starts zeroed; a shared pool is a file in memory, mapped from its first byte
+on. Which page belongs to whom is not this module's business.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,9 +38,17 @@ class KVPool:
     """KV pages of layers `layers` (global ids)."""
 
     def __init__(
-        self, layers: range, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        layers: range,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        shared: bool = False,
     ) -> None:
-        """Raises `ValueError` for a geometry without a page, token or layer."""
+        """`shared`: other processes that are given `descriptor` can map it. Raises `ValueError` for a geometry
+        without a page, token or layer."""
         if min(len(layers), pages, page_size, kv_heads, head_dim) < 1:
             raise ValueError(
                 f"a KV pool needs at least one of everything; asked were {len(layers)} layers, {pages} pages of "
@@ -48,7 +60,14 @@ class KVPool:
         self.bytes_per_page = 2 * len(layers) * page_size * self.bytes_per_token  # of all regions together
         stride = _region_stride(pages, page_size, self.bytes_per_token)
         self.nbytes = 2 * len(layers) * stride
-        allocation = torch.zeros(self.nbytes + ALIGNMENT, dtype=torch.uint8)
+        self.descriptor: int | None = None  # of the file behind `memory`, if it is shared
+        if shared:
+            self.descriptor = os.memfd_create("kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, self.descriptor)
+            os.ftruncate(self.descriptor, self.nbytes)
+            allocation = torch.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=torch.uint8)
+        else:
+            allocation = torch.zeros(self.nbytes + ALIGNMENT, dtype=torch.uint8)
         start = -allocation.data_ptr() % ALIGNMENT
         self.memory = allocation[start : start + self.nbytes]  # uint8 view of everything that is registered
         shape = (pages, page_size, kv_heads, head_dim)

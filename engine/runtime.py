@@ -31,6 +31,6 @@ class Runtime:
         dtype = DTYPES[self._dtype]
         return pages_that_fit(budget, len(self.layers), self._page_size, spec.kv_heads, spec.head_dim, dtype)
 
-    def load(self, pages: int, progress: Progress) -> Stage:
-        """Reads the weights and allocates the pool; `progress(fraction, what)`."""
-        return Stage.load(self._folder, self.layers, pages, self._page_size, self._dtype, progress)
+    def load(self, pages: int, progress: Progress, shared: bool = False) -> Stage:
+        """Reads the weights and allocates the pool, in `shared` memory or not; `progress(fraction, what)`."""
+        return Stage.load(self._folder, self.layers, pages, self._page_size, self._dtype, progress, shared)

@@ -63,10 +63,12 @@ class Stage:
         page_size: int,
         dtype: str = "float32",
         on_progress: Progress | None = None,
+        shared: bool = False,
     ) -> Stage:
         """A stage with the weights of `layers` in `folder` and a fresh pool of `pages` pages.
 
         `on_progress(fraction, what)` is called as the load goes on, and with 1.0 at its end.
+        `shared`: other processes of this host can map the pool.
         Raises `UnsupportedModel`, `CheckpointError`, or `ValueError` for a bad range or dtype.
         """
         spec = read_spec(folder)
@@ -74,7 +76,7 @@ class Stage:
             raise ValueError(f"layers {layers.start}..{layers.stop - 1} are not a range of this model's {spec.layers}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        pool = KVPool(layers, pages, page_size, spec.kv_heads, spec.head_dim, DTYPES[dtype])
+        pool = KVPool(layers, pages, page_size, spec.kv_heads, spec.head_dim, DTYPES[dtype], shared)
         return cls(spec, layers, pool, load_stage_weights(WeightFiles(folder), spec, layers, pool, on_progress))
 
     @torch.inference_mode()

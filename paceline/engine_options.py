@@ -16,7 +16,7 @@ from paceline.config import parse_address, parse_layers, parse_port, parse_size
 if TYPE_CHECKING:
     from pipeline.io.instance_config import DaemonConfig
 
-BACKENDS = ("auto", "mooncake", "nixl")
+BACKENDS = ("auto", "mooncake", "nixl", "stream")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Option, field of DaemonConfig.

@@ -35,7 +35,7 @@ class Runtime(Protocol):
     @property
     def sample(self) -> Sampler: ...
     def capacity(self, budget: int) -> int: ...
-    def load(self, pages: int, progress: Callable[[float, str], None]) -> Any: ...
+    def load(self, pages: int, progress: Callable[[float, str], None], shared: bool) -> Any: ...
 
 
 MakePort = Callable[[RankConfig, Any, "zmq.Context[zmq.Socket[bytes]]"], tuple[Port, str, str]]
@@ -112,7 +112,8 @@ def _live(
     model = runtime(config.model, config.layer_begin, config.layer_end, config.page_size, config.dtype)
     daemon.say(control.Capacity(config.pages or model.capacity(config.kv_bytes)))
     pages = daemon.wait(control.Configure).pages
-    stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)))
+    shared = config.transfer_backend == "stream"  # which lets peers on this host copy into the pool themselves
+    stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)), shared)
     port, link_address, backend = make_port(config, stage, context)
     links = Links(config)
     executor = _executor(config, stage, model.sample, context)

@@ -37,6 +37,7 @@ class Pool(Protocol):
     kv_heads: int
     bytes_per_token: int
     nbytes: int
+    descriptor: int | None  # of the shared memory file that it is a mapping of
 
     @property
     def base_address(self) -> int: ...
@@ -73,7 +74,7 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
     def engine_factory() -> TransferEngine:
         engine = make_engine(config.transfer_backend, config.host, config.transfer_device)
         try:
-            engine.register(pool.base_address, pool.nbytes)
+            engine.register(pool.base_address, pool.nbytes, pool.descriptor)
         except BaseException:
             engine.close()
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,3 +67,21 @@ def test_pages_that_fit_fill_the_budget_and_do_not_exceed_it(
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="0 pages"):
         KVPool(range(2), 0, 16, 1, 8, torch.float32)
+
+
+def test_a_shared_pool_is_a_file_mapped_from_its_first_byte() -> None:
+    pool = KVPool(range(2, 4), 3, 4, 2, 8, torch.float32, shared=True)
+    assert pool.descriptor is not None and not os.get_inheritable(pool.descriptor)
+    assert os.fstat(pool.descriptor).st_size == pool.nbytes == pool_bytes(2, 3, 4, 2, 8, torch.float32)
+    assert pool.base_address % ALIGNMENT == 0 and not pool.memory.any()
+    assert pool.regions()[0].address == pool.base_address
+    pool.keys(3)[1] = 1.0
+    offset = pool.regions()[2].address - pool.base_address + 4 * pool.bytes_per_token
+    assert os.pread(pool.descriptor, 4, offset) == pool.memory[offset : offset + 4].numpy().tobytes() != bytes(4)
+    descriptor = pool.descriptor
+    keys = pool.keys(2)
+    del pool
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    keys[:] = 2.0  # what is still used stays mapped
+    assert KVPool(range(1), 1, 4, 1, 8, torch.float32).descriptor is None

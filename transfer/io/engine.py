@@ -25,7 +25,7 @@ from ..regions import Write
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("mooncake", "nixl", "local")
+BACKENDS = ("mooncake", "nixl", "stream", "local")
 
 
 class EngineError(RuntimeError):
@@ -140,6 +140,8 @@ def make_engine(name: str, host: str, device: str = "", handle_deadline: float =
 
     `device` names an RDMA device to use (untested: no such hardware so far); "" is TCP. Raises `EngineError`.
     """
+    if name == "stream" and device:
+        raise EngineError(f"the stream backend has no RDMA; it cannot use {device!r}")
     require_device(device)
     if unspecified(host):
         raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
@@ -153,6 +155,10 @@ def make_engine(name: str, host: str, device: str = "", handle_deadline: float =
         from .local import LocalEngine
 
         return LocalEngine()
+    if chosen == "stream":
+        from .stream.engine import StreamEngine
+
+        return StreamEngine(host, handle_deadline)
     from .owned_thread import Driver, OwnedThread
 
     driver: Driver
