@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 LAYERS, BYTES_PER_TOKEN = 8, 2 * 2 * 16 * 4  # of a layer: K and V, 2 heads of 16, float32
 
 
-@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize("backend", ["mooncake", "nixl", "stream"])
 def test_bytes_on_the_wire_are_the_prompts_kv(tiny: Path, backend: str) -> None:
     with Cluster("--transfer-backend", backend, "--chunk-size", "64", model=tiny, prefill_pp=3) as cluster:
         cluster.generate([7], 2)

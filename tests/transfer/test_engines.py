@@ -14,7 +14,7 @@ import pytest
 from tests.transfer.rig import DECODE, HOST, PREFILL, Rig
 from transfer.io.engine import Completion, EngineError, TransferEngine, make_engine, require_device
 
-BACKENDS = ["mooncake", "nixl", "local"]
+BACKENDS = ["mooncake", "nixl", "stream", "local"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
