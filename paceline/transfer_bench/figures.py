@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from .measure import CHUNKS, WHOLE, ComputeSlice, Sample, per_round
+from .measure import CHUNKS, WHOLE, ComputeSlice, Sample, Tail, per_round
 from .options import BACKENDS
 from .pairs import REFERENCE
 from .shape import Shape
@@ -51,6 +51,14 @@ class ComputeFigure(msgspec.Struct, frozen=True):
     slowdown_by_idle_engine: float
     slowdown_by_transfers: float
     bytes_per_second: float
+
+
+class TailFigure(msgspec.Struct, frozen=True):
+    backend: str
+    push: str
+    tokens: int
+    milliseconds: float
+    share: float  # of what a push of everything at the end takes; the median of the rounds' own ratios
 
 
 def figures(samples: Sequence[Sample], shape: Shape) -> list[Figure]:
@@ -91,6 +99,16 @@ def ratios(samples: Sequence[Sample], found: Sequence[Figure]) -> list[Ratios]:
             values.append(median(theirs[number] / seconds for number, seconds in ours.items()))
         result.append(Ratios(figure.backend, figure.method, figure.tokens, raw, *values))
     return result
+
+
+def tail_figures(samples: Sequence[Tail]) -> list[TailFigure]:
+    seconds = {(one.backend, one.push, one.round): one.seconds for one in samples}
+    result = []
+    for backend, push, tokens in dict.fromkeys((one.backend, one.push, one.tokens) for one in samples):
+        own = {number: took for (name, how, number), took in seconds.items() if (name, how) == (backend, push)}
+        share = median(took / seconds[backend, "end", number] for number, took in own.items())
+        result.append(TailFigure(backend, push, tokens, 1e3 * median(own.values()), share))
+    return sorted(result, key=lambda one: (BACKENDS.index(one.backend), ("layer", "chunk", "end").index(one.push)))
 
 
 def compute_figures(slices: Sequence[ComputeSlice]) -> list[ComputeFigure]:

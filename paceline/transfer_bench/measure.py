@@ -46,6 +46,16 @@ class ComputeSlice(msgspec.Struct, frozen=True):
     transferred_per_second: float  # bytes, meanwhile
 
 
+class Tail(msgspec.Struct, frozen=True):
+    """What remained to be moved when the last chunk's forward had ended."""
+
+    backend: str
+    push: str  # after each "layer", each "chunk", or at the "end"
+    tokens: int
+    round: int
+    seconds: float
+
+
 class IdleCpu(msgspec.Struct, frozen=True):
     backend: str
     sender: float  # processor seconds per second
@@ -123,6 +133,16 @@ def compute(
             rate = moved * shape.prompt_bytes(tokens) / took
             yield ComputeSlice(pair.name, number, without, alone, beside, rate)
         say(f"compute, round {number + 1} of {count}")
+
+
+def tails(pairs: Sequence[Pair], tokens: int, chunk: int, layer_seconds: float, count: int, say: Say) -> Iterator[Tail]:
+    pushes = ("layer", "chunk", "end")
+    for number in range(count):
+        order = [(pair, push) for pair in pairs for push in pushes]
+        random.Random(number).shuffle(order)
+        for pair, push in order:
+            yield Tail(pair.name, push, tokens, number, pair.tail(tokens, chunk, push, layer_seconds))
+        say(f"overlap, round {number + 1} of {count}")
 
 
 def per_round(samples: Sequence[Sample], backend: str, method: str, tokens: int) -> dict[int, float]:

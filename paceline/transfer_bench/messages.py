@@ -44,6 +44,19 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
     chunk: int
 
 
+class Prefill(msgspec.Struct, frozen=True, tag=True):
+    """Hand over a prompt while it is being computed: each layer of each chunk takes so long.
+
+    KV is said to be written after each layer, after each chunk, or at the very end: "layer", "chunk", "end".
+    The clock starts when the last chunk's forward ends."""
+
+    room: str
+    tokens: int
+    chunk: int
+    push: str
+    layer_seconds: float
+
+
 class Direct(msgspec.Struct, frozen=True, tag=True):
     """The same bytes without ports, by one of the methods that `Methods` named."""
 
@@ -74,7 +87,7 @@ class Cpu(msgspec.Struct, frozen=True, tag=True):
     """How much processor time have you used so far?"""
 
 
-Question = Begin | Target | Prompt | Direct | Poison | Check | ComputeStart | ComputeStop | Cpu
+Question = Begin | Target | Prompt | Prefill | Direct | Poison | Check | ComputeStart | ComputeStop | Cpu
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):

@@ -28,6 +28,16 @@ def _counts(text: str) -> list[int]:
     return list(dict.fromkeys(_count(part) for part in text.split(",")))
 
 
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.01 <= value <= 10000.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.01 and 10000 ms")
+    return value
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("shape of the KV")
     for name, default, what in (
@@ -55,6 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--checksum", choices=("xxh3", "none"), default="none", help="of the sender path (default: none)"
     )
     group.add_argument("--compute", action="store_true", help="also: what transfers cost a 2-thread matmul loop")
+    group.add_argument(
+        "--overlap", type=_milliseconds, metavar="MS",
+        help="also: what remains to be moved when a forward of MS milliseconds per layer and chunk has ended",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the environment here")
     output.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG here")

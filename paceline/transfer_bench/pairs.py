@@ -28,6 +28,7 @@ from .messages import (
     Done,
     Methods,
     Poison,
+    Prefill,
     Prompt,
     Question,
     Target,
@@ -148,6 +149,15 @@ class Pair:
             process.ask(question)
         sent, received = (process.answer(Timed) for process in self.processes)
         return received.ended - sent.began, sent.cpu + received.cpu
+
+    def tail(self, tokens: int, chunk: int, push: str, layer_seconds: float) -> float:
+        """Seconds from the end of the last chunk's forward until the receiver observed the transfer."""
+        self._rooms += 1
+        question = Prefill(f"{self.name}-{self._rooms}/1", tokens, chunk, push, layer_seconds)
+        for process in self.processes:
+            process.ask(question)
+        sent, received = (process.answer(Timed) for process in self.processes)
+        return received.ended - sent.began
 
     def direct(self, method: str, tokens: int) -> tuple[float, float]:
         """Without ports: the same two figures."""

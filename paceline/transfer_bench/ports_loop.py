@@ -41,17 +41,20 @@ class PortsLoop:
                 raise TransferFailed(f"{failed[0].topic} of {room} failed: {failed[0].reason}")
             if time.monotonic() > deadline:
                 raise TransferFailed(f"no {topic} of {room} within {DEADLINE:.0f} s")
-            self._turn(self._poller)
+            self._turn()
         if not seen.good:
             raise TransferFailed(f"{topic} of {room} failed: {seen.reason}")
 
     def idle(self, channel: Channel) -> None:
         """Until the channel is readable."""
-        descriptor = channel.socket.fileno()
+        while not self.turn(channel.socket.fileno()):
+            pass
+
+    def turn(self, descriptor: int) -> bool:
+        """Sleep once, until the port has something to do or the descriptor is readable; whether that was it."""
         self._poller.register(descriptor, zmq.POLLIN)
         try:
-            while descriptor not in self._turn(self._poller):
-                pass
+            return descriptor in self._turn()
         finally:
             self._poller.unregister(descriptor)
 
@@ -59,10 +62,10 @@ class PortsLoop:
         for key in [key for key in self._seen if key[0] == room]:
             del self._seen[key]
 
-    def _turn(self, poller: zmq.Poller) -> dict[object, int]:
-        self._port.register(poller)
+    def _turn(self) -> dict[object, int]:
+        self._port.register(self._poller)
         left = max(0.0, self._ticked + TICK - time.monotonic())
-        ready: dict[object, int] = dict(poller.poll(int(left * 1000) + 1))
+        ready: dict[object, int] = dict(self._poller.poll(int(left * 1000) + 1))
         self.note(self._port.on_readable())
         if time.monotonic() - self._ticked >= TICK:
             self._ticked = time.monotonic()

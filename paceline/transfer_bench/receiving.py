@@ -8,7 +8,7 @@ from transfer.actions import Peer
 from transfer.io.engine import LeasingEngine
 from transfer.io.receiving_port import ReceivingPort
 
-from .messages import Answer, Begin, Channel, Prompt, Question, Timed, Up
+from .messages import Answer, Begin, Channel, Prefill, Prompt, Question, Timed, Up
 from .pool import Pool
 from .ports_loop import PortsLoop
 from .terms import LEASE, PEER_TIMEOUT, RECEIVER, SENDER, engine_for, terms
@@ -41,7 +41,7 @@ class Receiver:
         self._loop.idle(channel)
 
     def answer(self, question: Question) -> Answer:
-        assert isinstance(question, Prompt), question
+        assert isinstance(question, Prompt | Prefill), question
         cpu = time.process_time()
         loop, port, room = self._loop, self._port, question.room
         loop.note(port.open(room, SENDER, 0, question.tokens))

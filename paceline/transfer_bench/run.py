@@ -18,8 +18,8 @@ import msgspec
 
 from transfer.plan import PlanError
 
-from .figures import ComputeFigure, Figure, Ratios, compute_figures, figures, ratios
-from .measure import ComputeSlice, IdleCpu, Sample, compute, idle_cpu, rounds
+from .figures import ComputeFigure, Figure, Ratios, TailFigure, compute_figures, figures, ratios, tail_figures
+from .measure import ComputeSlice, IdleCpu, Sample, Tail, compute, idle_cpu, rounds, tails
 from .messages import Begin
 from .options import MOST_BYTES
 from .pairs import REFERENCE, Missing, Pair, Stopped
@@ -54,6 +54,8 @@ class Report(msgspec.Struct, frozen=True):
     idle_cpu: list[IdleCpu]
     compute: list[ComputeFigure]
     compute_slices: list[ComputeSlice]
+    tails: list[TailFigure]
+    tail_samples: list[Tail]
     samples: list[Sample]
 
 
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     except Stopped as error:
         print(f"paceline transfer-bench: {error}", file=sys.stderr)
         return 1
-    print(render(shape, report.figures, report.ratios, report.idle_cpu, report.compute))
+    print(render(shape, report.figures, report.ratios, report.idle_cpu, report.compute, report.tails))
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if options.plot:
@@ -108,13 +110,16 @@ def measure(options: argparse.Namespace, shape: Shape, tokens: Sequence[int]) ->
         slices: list[ComputeSlice] = []
         if options.compute:
             slices = list(compute(reference, backends, shape, tokens[-1], options.chunk, options.rounds, _say))
+        left: list[Tail] = []
+        if options.overlap:
+            left = list(tails(backends, tokens[-1], options.chunk, options.overlap / 1e3, options.rounds, _say))
         for pair in pairs:
             pair.aim()
         samples = list(rounds(pairs, shape, tokens, options.chunk, options.rounds, _say))
     found = figures(samples, shape)
     return Report(
         environment, shape, options.chunk, options.host, options.checksum, skipped, found, ratios(samples, found), idle,
-        compute_figures(slices), slices, samples,
+        compute_figures(slices), slices, tail_figures(left), left, samples,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from transfer.io.sending_port import SendingPort
 from transfer.regions import Write
 
 from .library import Library, library_for
-from .messages import Answer, Begin, Channel, Direct, Methods, Prompt, Question, Target, Timed, Up
+from .messages import Answer, Begin, Channel, Direct, Methods, Prefill, Prompt, Question, Target, Timed, Up
 from .pool import Pool
 from .ports_loop import DEADLINE, PortsLoop, TransferFailed
 from .terms import LEASE, PEER_TIMEOUT, RECEIVER, SENDER, engine_for, terms
@@ -54,6 +54,8 @@ class Sender:
                 return self._aim(target)
             case Prompt(room, tokens, chunk):
                 return self._prompt(room, tokens, chunk)
+            case Prefill():
+                return self._prefill(question)
             case Direct(method, tokens):
                 return self._direct(method, tokens)
             case _:
@@ -81,6 +83,30 @@ class Sender:
         loop.note(port.close(room))
         loop.forget(room)
         return Timed(began, ended, time.process_time() - cpu)
+
+    def _prefill(self, asked: Prefill) -> Timed:
+        from .forward import Forward
+
+        cpu = time.process_time()
+        loop, port, layers = self._loop, self._port, self._begin.shape.layers
+        loop.note(port.open(asked.room, RECEIVER, 0, asked.tokens))
+        loop.until(asked.room, "bootstrap")
+        loop.note(port.start(asked.room, self._begin.shape.source_pages(asked.tokens)))
+        with Forward(layers, asked.tokens, asked.chunk, asked.layer_seconds) as forward:
+            while not forward.over:
+                loop.turn(forward.fd)
+                for start, end, layer in forward.written():
+                    if asked.push == "layer":
+                        loop.note(port.written(asked.room, start, end, (layer, layer + 1)))
+                    elif asked.push == "chunk" and layer == layers - 1:
+                        loop.note(port.written(asked.room, start, end, (0, layers)))
+        if asked.push == "end":
+            loop.note(port.written(asked.room, 0, asked.tokens, (0, layers)))
+        loop.note(port.first_token(asked.room, b"token"))
+        loop.until(asked.room, "transfer")
+        loop.note(port.close(asked.room))
+        loop.forget(asked.room)
+        return Timed(forward.ended, time.monotonic(), time.process_time() - cpu)
 
     def _direct(self, method: str, tokens: int) -> Timed:
         if tokens not in self._writes:

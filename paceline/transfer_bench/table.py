@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .figures import ComputeFigure, Figure, Ratios
+from .figures import ComputeFigure, Figure, Ratios, TailFigure
 from .measure import CHUNKS, WHOLE, IdleCpu
 from .shape import Shape
 
@@ -23,7 +23,7 @@ NAMES = {
 
 def render(
     shape: Shape, found: Sequence[Figure], ratios: Sequence[Ratios], idle: Sequence[IdleCpu],
-    compute: Sequence[ComputeFigure],
+    compute: Sequence[ComputeFigure], tails: Sequence[TailFigure],
 ) -> str:  # fmt: skip
     lines: list[str] = []
     for tokens in dict.fromkeys(figure.tokens for figure in found):
@@ -37,6 +37,13 @@ def render(
             f"  {one.backend:17} {one.slowdown_by_idle_engine:13.2f} {one.slowdown_by_transfers:10.2f} "
             f"{one.bytes_per_second / 1e9:13.2f}"
             for one in compute
+        ]
+    if tails:
+        lines += ["", f"left to move after the forward of {tails[0].tokens} positions, KV sent after"]
+        lines += [
+            f"  {one.backend:10} {'the end' if one.push == 'end' else 'each ' + one.push:12} {one.milliseconds:9.3f} ms"
+            f" {100 * one.share:8.1f} % of a push of everything at the end"
+            for one in tails
         ]
     return "\n".join(lines)
 
