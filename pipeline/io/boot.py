@@ -24,6 +24,7 @@ from pipeline.io.host_memory import HostMemory
 from pipeline.io.links import Links
 from pipeline.rank import RankCore
 from pipeline.replica import Replica, ReplicaConfig
+from transfer.io.engine import choose
 
 START_TIMEOUT = 600.0  # seconds a rank waits for the daemon between the steps of the start-up
 HIDDEN_TIMEOUT = 120.0  # seconds for a neighbour's forward; the ring notices a dead neighbour much earlier
@@ -112,7 +113,9 @@ def _live(
     model = runtime(config.model, config.layer_begin, config.layer_end, config.page_size, config.dtype)
     daemon.say(control.Capacity(config.pages or model.capacity(config.kv_bytes)))
     pages = daemon.wait(control.Configure).pages
-    shared = config.transfer_backend == "stream"  # which lets peers on this host copy into the pool themselves
+    shared = (
+        choose(config.transfer_backend, config.transfer_device).backend == "stream"
+    )  # which lets peers on this host copy into the pool themselves
     stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)), shared)
     port, link_address, backend = make_port(config, stage, context)
     links = Links(config)

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from tests.transfer.rig import DECODE, HOST, PREFILL, Rig
-from transfer.io.engine import Completion, EngineError, TransferEngine, make_engine, require_device
+from transfer.io.engine import Completion, EngineError, TransferEngine, choose, make_engine
 
 BACKENDS = ["mooncake", "nixl", "stream", "local"]
 
@@ -174,16 +174,27 @@ def test_an_engine_needs_a_name_and_an_address_that_peers_can_use() -> None:
 def test_an_rdma_device_that_is_not_there_is_refused_by_naming_those_that_are(tmp_path: Path) -> None:
     """T16: requested RDMA never falls back silently."""
     with pytest.raises(EngineError, match="no RDMA device 'mlx5_0' on this host; there are: none"):
-        require_device("mlx5_0", tmp_path / "absent")
+        choose("auto", "mlx5_0", tmp_path / "absent")
     (tmp_path / "mlx5_3").mkdir()
     with pytest.raises(EngineError, match="there are: mlx5_3"):
-        require_device("mlx5_0", tmp_path)
-    require_device("mlx5_3", tmp_path)
+        choose("nixl", "mlx5_3,mlx5_0", tmp_path)
+    assert choose("nixl", "mlx5_3", tmp_path).device == "mlx5_3"
+    with pytest.raises(EngineError, match="has no RDMA"):
+        choose("stream", "mlx5_3", tmp_path)
     with pytest.raises(EngineError, match="no RDMA device"):
         make_engine("mooncake", HOST, "nosuch0")
+
+
+def test_t16_auto_takes_rdma_where_there_is_some_and_else_the_fastest_over_tcp_and_says_why(tmp_path: Path) -> None:
+    nowhere = choose("auto", sysfs=tmp_path / "absent")
+    assert (nowhere.backend, nowhere.device) == ("stream", "") and "no RDMA device" in nowhere.why
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / name).mkdir()
+    here = choose("auto", sysfs=tmp_path)
+    assert (here.backend, here.device) == ("mooncake", "mlx5_0,mlx5_1") and "RDMA" in here.why
 
 
 def test_a_missing_library_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(EngineError, match="libibverbs1 libnuma1 libcurl4"):
-        make_engine("auto", HOST)
+        make_engine("mooncake", HOST)

@@ -128,29 +128,45 @@ class Completions:
                 os.close(self.fd)
 
 
-def require_device(device: str, sysfs: Path = Path("/sys/class/infiniband")) -> None:
-    """Raises `EngineError` that names the devices there are, if this one is not among them."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    backend: str
+    device: str  # RDMA devices, comma-separated; "" is TCP
+    why: str
+
+
+def choose(name: str, device: str = "", sysfs: Path = Path("/sys/class/infiniband")) -> Choice:
+    """What `name` means on this host. `device` names RDMA devices (untested: no such hardware so far).
+
+    Raises `EngineError` for a backend that there is not, and for a device that is not here, naming those that are:
+    RDMA that was asked for never falls back silently.
+    """
+    if name not in ("auto", *BACKENDS):
+        raise EngineError(f"unknown transfer backend {name!r}; there are auto, {', '.join(BACKENDS)}")
     present = sorted(entry.name for entry in sysfs.iterdir()) if sysfs.is_dir() else []
-    if device and device not in present:
-        raise EngineError(f"no RDMA device {device!r} on this host; there are: {', '.join(present) or 'none'}")
+    for wanted in filter(None, device.split(",")):
+        if wanted not in present:
+            raise EngineError(f"no RDMA device {wanted!r} on this host; there are: {', '.join(present) or 'none'}")
+    if name == "stream" and device:
+        raise EngineError(f"the stream backend has no RDMA; it cannot use {device!r}")
+    if name != "auto":
+        return Choice(name, device, "as configured")
+    if device or present:
+        return Choice("mooncake", device or ",".join(present), "auto: this host has RDMA devices")
+    why = "auto: no RDMA device; of those over TCP it is the fastest, and its targets check each write"
+    return Choice("stream", "", why)
 
 
 def make_engine(name: str, host: str, device: str = "", handle_deadline: float = 20.0) -> TransferEngine:
     """`host` is the address that peers reach; `handle_deadline` seconds without an end make a write unknown.
 
-    `device` names an RDMA device to use (untested: no such hardware so far); "" is TCP. Raises `EngineError`.
+    Raises `EngineError`, also as `choose` does.
     """
-    if name == "stream" and device:
-        raise EngineError(f"the stream backend has no RDMA; it cannot use {device!r}")
-    require_device(device)
+    choice = choose(name, device)
+    chosen, device = choice.backend, choice.device
     if unspecified(host):
         raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
-    chosen, why = name, "as configured"
-    if name == "auto":
-        chosen, why = "mooncake", "auto: it checks addresses at the target and idles without CPU"
-    if chosen not in BACKENDS:
-        raise EngineError(f"unknown transfer backend {name!r}; there are auto, {', '.join(BACKENDS)}")
-    log.info("transfer backend %s over %s on %s (%s)", chosen, device or "tcp", host, why)
+    log.info("transfer backend %s over %s on %s (%s)", chosen, device or "tcp", host, choice.why)
     if chosen == "local":
         from .local import LocalEngine
 

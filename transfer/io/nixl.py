@@ -83,7 +83,7 @@ class NixlDriver:
         for variable, value in (RDMA_ENVIRONMENT if self._device else ENVIRONMENT).items():
             os.environ.setdefault(variable, value)
         if self._device:
-            os.environ["UCX_NET_DEVICES"] = f"{self._device}:1"
+            os.environ.setdefault("UCX_NET_DEVICES", ",".join(f"{name}:1" for name in self._device.split(",")))
         elif loopback(self._host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         try:
