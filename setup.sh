@@ -65,9 +65,9 @@ install_python_packages() {
     index=$("$pip" config get global.index-url 2>/dev/null || true)
     [[ -z $index || -n ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} ]] || export UV_DEFAULT_INDEX=$index
     [[ -z ${PIP_CERT:-} ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$PIP_CERT}
-    if ! "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" -e '.[dev]'; then
+    if ! "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" -e '.[cpu,dev]'; then
         say "uv could not; trying pip, which is slower"
-        "$pip" install -q -e '.[dev]'
+        "$pip" install -q -e '.[cpu,dev]'
     fi
     after=$(torch_version)
     [[ $before == "$after" ]] || fail "torch was replaced: $before became $after"
