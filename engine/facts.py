@@ -12,7 +12,7 @@ from engine.checkpoint import model_digest, parse_split, read_spec, split_layers
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`layer_ranges`: global layer ids [begin, end) by rank."""
+    """`layer_ranges`: global layer ids [begin, end) by rank; `windows`: per layer, 0 if a token sees all before it."""
 
     digest: str
     num_layers: int
@@ -22,6 +22,7 @@ class Facts:
     eos_ids: tuple[int, ...]
     max_positions: int
     layer_ranges: tuple[tuple[int, int], ...]
+    windows: tuple[int, ...]
 
 
 def read_facts(folder: str, layers: str, ranks: int) -> Facts:
@@ -39,4 +40,5 @@ def read_facts(folder: str, layers: str, ranks: int) -> Facts:
         eos_ids=spec.eos_ids,
         max_positions=spec.max_positions,
         layer_ranges=tuple(parse_split(layers, spec.layers) if layers else split_layers(spec, ranks)),
+        windows=tuple(window or 0 for window in spec.windows),
     )

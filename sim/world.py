@@ -167,7 +167,7 @@ class World:
         layers = self.case.layers
         cuts = [layers * rank // ranks for rank in range(ranks + 1)]
         shards = tuple(Shard(rank, (cuts[rank], cuts[rank + 1]), (0, 1)) for rank in range(ranks))
-        return Topology(shards, self.case.page_size, 1)
+        return Topology.uniform(shards, self.case.page_size, 1)
 
     def process(self, instance: str, rank: int) -> RankProcess | None:
         """Who answers at that rank's address now."""

@@ -25,9 +25,10 @@ def misfit(regions: RegionTable, topology: Topology, rank: int) -> str | None:
     shard = topology.shards[rank]
     if (regions.layers, regions.heads) != (shard.layers, shard.heads):
         return f"regions for layers {regions.layers} heads {regions.heads}, shard {shard.layers} {shard.heads}"
-    stored = regions.head_bytes * len(regions.bases[0])
-    if stored * topology.head_count != topology.bytes_per_token:
-        return f"regions of {stored} bytes per head, topology of {topology.bytes_per_token} per {topology.head_count}"
+    for layer in range(*shard.layers):
+        stored, needed = regions.head_bytes(layer) * len(regions.buffers(layer)), topology.bytes_per_token[layer]
+        if stored * topology.head_count != needed:
+            return f"layer {layer}: regions of {stored} bytes per head, topology of {needed} per {topology.head_count}"
     if regions.tokens % topology.page_size:
         return f"{regions.tokens} positions are no whole pages of {topology.page_size}"
     return None

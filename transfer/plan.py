@@ -42,17 +42,29 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How an instance spreads its KV. `shards[i].rank == i`."""
+    """How an instance spreads its KV. `shards[i].rank == i`.
+
+    Layers may differ: in their bytes (unlike heads or dims; a single-buffer cache is one head), and in how far back
+    a token looks. A layer with a window of W hands over only what the first token after the prompt still sees, the
+    last W - 1 positions.
+    """
 
     shards: tuple[Shard, ...]
     page_size: int  # token positions in a page
-    bytes_per_token: int  # of one layer: K and V together, all heads
+    bytes_per_token: tuple[int, ...]  # per layer: all its buffers, K and V together, all heads
+    windows: tuple[int, ...]  # per layer: how many last positions a token sees, itself included; 0: all
+
+    @classmethod
+    def uniform(cls, shards: tuple[Shard, ...], page_size: int, bytes_per_token: int) -> Topology:
+        """All layers alike, and every token sees all before it."""
+        layers = min(MAX_EXTENT, max((shard.layers[1] for shard in shards), default=0))
+        return cls(shards, page_size, (bytes_per_token,) * layers, (0,) * layers)
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.shards) <= MAX_RANKS:
             raise PlanError(f"a topology has 1 to {MAX_RANKS} shards, not {len(self.shards)}")
-        if not 1 <= self.page_size <= MAX_EXTENT or not 1 <= self.bytes_per_token <= 1 << 30:
-            raise PlanError(f"impossible page: {self.page_size} positions of {self.bytes_per_token} bytes")
+        if not 1 <= self.page_size <= MAX_EXTENT:
+            raise PlanError(f"impossible page of {self.page_size} positions")
         for index, shard in enumerate(self.shards):
             if shard.rank != index:
                 raise PlanError(f"shard {index} says it is rank {shard.rank}")
@@ -64,8 +76,14 @@ class Topology:
                     raise PlanError(f"ranks {other.rank} and {index} hold the same (layer, head)")
         if sum(shard.area for shard in self.shards) != self.layer_count * self.head_count:
             raise PlanError("the shards leave some (layer, head) without a rank")
-        if self.bytes_per_token % self.head_count:
-            raise PlanError(f"{self.bytes_per_token} bytes do not divide into {self.head_count} heads")
+        for what, values in (("bytes per token", self.bytes_per_token), ("windows", self.windows)):
+            if len(values) != self.layer_count:
+                raise PlanError(f"{what} of {len(values)} layers, shards of {self.layer_count}")
+        for nbytes in self.bytes_per_token:
+            if not 1 <= nbytes <= 1 << 30 or nbytes % self.head_count:
+                raise PlanError(f"{nbytes} bytes per token do not divide into {self.head_count} heads")
+        if not all(0 <= window <= 1 << 40 for window in self.windows):
+            raise PlanError("a window is a number of positions")
 
     @property
     def layer_count(self) -> int:
@@ -75,8 +93,10 @@ class Topology:
     def head_count(self) -> int:
         return max(shard.heads[1] for shard in self.shards)
 
-    def pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def first(self, layer: int, tokens: int) -> int:
+        """The first position of a prompt that this layer hands over."""
+        window = self.windows[layer]
+        return max(0, tokens - window + 1) if window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +121,10 @@ class TransferPlan:
             ("KV heads", source.head_count, destination.head_count),
             ("page size", source.page_size, destination.page_size),
             ("bytes per token and layer", source.bytes_per_token, destination.bytes_per_token),
+            ("windows", source.windows, destination.windows),
         ):
             if mine != theirs:
-                raise PlanError(f"{what}: {mine} at the source, {theirs} at the destination")
+                raise PlanError(f"{what}: {_shown(mine)} at the source, {_shown(theirs)} at the destination")
         self.source = source
         self.destination = destination
         self._targets = tuple(tuple(self._flows_from(shard)) for shard in source.shards)
@@ -125,10 +146,17 @@ class TransferPlan:
             if target.rank == destination_rank
         )
 
+    def positions(self, flow: Target, tokens: int) -> int:
+        """How many positions a prompt of `tokens` hands over on this flow, counted in each layer."""
+        return sum(tokens - self.source.first(layer, tokens) for layer in range(*flow.layers))
+
     def bytes(self, flow: Target, tokens: int) -> int:
-        """What `tokens` positions weigh on this flow."""
-        heads = flow.heads[1] - flow.heads[0]
-        return tokens * flow.layer_count * heads * (self.source.bytes_per_token // self.source.head_count)
+        """What a prompt of `tokens` weighs on this flow."""
+        source, heads = self.source, flow.heads[1] - flow.heads[0]
+        of_layers = (
+            (tokens - source.first(layer, tokens)) * source.bytes_per_token[layer] for layer in range(*flow.layers)
+        )
+        return sum(of_layers) * heads // source.head_count
 
     def _flows_from(self, shard: Shard) -> list[Target]:
         flows = []
@@ -139,3 +167,10 @@ class TransferPlan:
             elif shard.rank == self.sampler and other.rank == 0:
                 flows.append(Target(0, (0, 0), (0, 0)))
         return flows
+
+
+def _shown(value: int | tuple[int, ...]) -> str:
+    """A value for every layer, short if all are the same."""
+    if isinstance(value, tuple) and len(set(value)) == 1:
+        return str(value[0])
+    return str(value)[:200]

@@ -132,7 +132,7 @@ class ReceivingRoom:
             origin.claimed += _area(message)
         elif message.instead_of not in origin.again or not _same(origin.slices[message.instead_of], message):
             return self.fail(f"{peer} sent a slice instead of {message.instead_of}, which was not asked for")
-        if origin.claimed > origin.flow.layer_count * self.prompt_len:
+        if origin.claimed > self._plan.positions(origin.flow, self.prompt_len):
             return self.fail(f"{peer} sent more than {self.prompt_len} positions of layers {origin.flow.layers}")
         origin.slices[message.number] = message
         if not self._checksums:
@@ -247,7 +247,8 @@ class ReceivingRoom:
         word = origin.word
         if word is None or len(origin.slices) < word.slices:
             return []
-        if origin.sound < origin.flow.layer_count * self.prompt_len:
+        assert self._plan is not None
+        if origin.sound < self._plan.positions(origin.flow, self.prompt_len):
             return []
         origin.finished = True
         self._token = word.first_token or self._token

@@ -31,29 +31,36 @@ class RegionTable:
     layers: tuple[int, int]
     heads: tuple[int, int]
     tokens: int
-    bytes_per_token: int  # of one buffer: all heads this rank holds
+    bytes_per_token: tuple[int, ...]  # per layer, of one buffer: all heads this rank holds
     bases: tuple[tuple[int, ...], ...]  # bases[layer - layers[0]][0 for K, 1 for V]
 
     def __post_init__(self) -> None:
-        heads = self.heads[1] - self.heads[0]
-        if len(self.bases) != self.layers[1] - self.layers[0] or heads < 1 or self.tokens < 1:
-            raise RegionError("a region table needs bases for each of its layers, heads and tokens")
-        if self.bytes_per_token < 1 or self.bytes_per_token % heads:
-            raise RegionError(f"{self.bytes_per_token} bytes do not divide into {heads} heads")
-        if any(len(bases) != len(self.bases[0]) for bases in self.bases) or not 1 <= len(self.bases[0]) <= 2:
-            raise RegionError("every layer has the same one or two buffers")
-        top = (1 << 64) - self.nbytes
-        if any(not 0 < base <= top for bases in self.bases for base in bases):
-            raise RegionError("a base address lies outside the address space")
+        count, heads = self.layers[1] - self.layers[0], self.heads[1] - self.heads[0]
+        if not len(self.bases) == len(self.bytes_per_token) == count or heads < 1 or self.tokens < 1:
+            raise RegionError("a region table needs bases and bytes for each of its layers, heads and tokens")
+        for width in self.bytes_per_token:
+            if width < 1 or width % heads:
+                raise RegionError(f"{width} bytes do not divide into {heads} heads")
+        if any(not 1 <= len(bases) <= 2 for bases in self.bases):
+            raise RegionError("every layer has one or two buffers")
+        for width, bases in zip(self.bytes_per_token, self.bases, strict=True):
+            if any(not 0 < base <= (1 << 64) - self.tokens * width for base in bases):
+                raise RegionError("a base address lies outside the address space")
 
-    @property
-    def nbytes(self) -> int:
+    def buffers(self, layer: int) -> tuple[int, ...]:
+        """Their addresses."""
+        return self.bases[layer - self.layers[0]]
+
+    def width(self, layer: int) -> int:
+        """Bytes of a position in one buffer."""
+        return self.bytes_per_token[layer - self.layers[0]]
+
+    def nbytes(self, layer: int) -> int:
         """Size of one buffer."""
-        return self.tokens * self.bytes_per_token
+        return self.tokens * self.width(layer)
 
-    @property
-    def head_bytes(self) -> int:
-        return self.bytes_per_token // (self.heads[1] - self.heads[0])
+    def head_bytes(self, layer: int) -> int:
+        return self.width(layer) // (self.heads[1] - self.heads[0])
 
 
 def resolve(
@@ -69,8 +76,6 @@ def resolve(
             raise RegionError(f"layers {layers} are not in the {side}'s {table.layers}")
         if not (table.heads[0] <= heads[0] < heads[1] <= table.heads[1]):
             raise RegionError(f"heads {heads} are not in the {side}'s {table.heads}")
-    if source.head_bytes != destination.head_bytes or len(source.bases[0]) != len(destination.bases[0]):
-        raise RegionError("the two pools do not store a head in the same way")
     for src, dst, tokens in runs:
         if tokens < 1 or not 0 <= src <= source.tokens - tokens:
             raise RegionError(f"{tokens} tokens at {src} leave the source's {source.tokens}")
@@ -79,17 +84,19 @@ def resolve(
     whole = source.heads == heads == destination.heads
     if not whole:  # a head range is contiguous only inside one token
         runs = [(src + i, dst + i, 1) for src, dst, tokens in runs for i in range(tokens)]
-    width = (heads[1] - heads[0]) * source.head_bytes
-    src_skip = (heads[0] - source.heads[0]) * source.head_bytes
-    dst_skip = (heads[0] - destination.heads[0]) * destination.head_bytes
     writes = []
     for layer in range(*layers):
-        buffers = zip(
-            source.bases[layer - source.layers[0]], destination.bases[layer - destination.layers[0]], strict=True
-        )
-        for src_base, dst_base in buffers:
+        head_bytes = source.head_bytes(layer)
+        sources, destinations = source.buffers(layer), destination.buffers(layer)
+        if head_bytes != destination.head_bytes(layer) or len(sources) != len(destinations):
+            raise RegionError(f"the two pools do not store a head of layer {layer} in the same way")
+        width = (heads[1] - heads[0]) * head_bytes
+        src_skip = (heads[0] - source.heads[0]) * head_bytes
+        dst_skip = (heads[0] - destination.heads[0]) * head_bytes
+        src_width, dst_width = source.width(layer), destination.width(layer)
+        for src_base, dst_base in zip(sources, destinations, strict=True):
             for src, dst, tokens in runs:
-                src_address = src_base + src * source.bytes_per_token + src_skip
-                dst_address = dst_base + dst * destination.bytes_per_token + dst_skip
+                src_address = src_base + src * src_width + src_skip
+                dst_address = dst_base + dst * dst_width + dst_skip
                 writes.append((src_address, dst_address, tokens * width))
     return writes

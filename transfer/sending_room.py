@@ -295,7 +295,7 @@ class SendingRoom:
                 peer=Peer(peer.instance, peer.epoch, target.rank),
                 target=target,
                 needs_token=rank == plan.sampler and target.rank == 0,
-                sent=[0] * target.layer_count,
+                sent=[plan.source.first(layer, self.prompt_len) for layer in range(*target.layers)],
             )
 
     def _advance(self) -> list[SenderAction]:

@@ -44,7 +44,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     def topology(self) -> Topology:
         """Raises `PlanError` for a shape that no rank could have."""
-        return Topology((Shard(0, (0, self.layers), (0, self.heads)),), self.page_size, 2 * self.bytes_per_token)
+        return Topology.uniform((Shard(0, (0, self.layers), (0, self.heads)),), self.page_size, 2 * self.bytes_per_token)
 
     def regions(self, base: int) -> RegionTable:
         starts = [base + index * self.buffer_bytes for index in range(2 * self.layers)]
@@ -52,7 +52,7 @@ class Shape(msgspec.Struct, frozen=True):
             layers=(0, self.layers),
             heads=(0, self.heads),
             tokens=self.pages * self.page_size,
-            bytes_per_token=self.bytes_per_token,
+            bytes_per_token=(self.bytes_per_token,) * self.layers,
             bases=tuple(zip(starts[::2], starts[1::2], strict=True)),
         )
 

@@ -30,6 +30,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_begin: int
     layer_end: int
     layer_ranges: tuple[tuple[int, int], ...]  # of all ranks, in rank order
+    windows: tuple[int, ...]  # per layer of the model: how many last positions a token sees; 0: all
     model: str  # Hugging Face folder
     model_digest: str
     dtype: str

@@ -97,6 +97,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     max_positions: int
     layer_ranges: tuple[tuple[int, int], ...]  # global layer ids [begin, end) by rank
+    windows: tuple[int, ...]  # per layer: how many last positions a token sees, itself included; 0: all
 
     def max_model_len(self, config: DaemonConfig) -> int:
         """Raises `ConfigError` if the config asks for more than the model has."""
@@ -130,6 +131,7 @@ def rank_configs(
             layer_begin=begin,
             layer_end=end,
             layer_ranges=tuple(facts.layer_ranges),
+            windows=facts.windows,
             model=str(Path(config.model).absolute()),
             model_digest=facts.digest,
             dtype=config.dtype,

@@ -67,7 +67,7 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
         layers=(config.layer_begin, config.layer_end),
         heads=heads,
         tokens=pool.pages * pool.page_size,
-        bytes_per_token=pool.bytes_per_token,
+        bytes_per_token=(pool.bytes_per_token,) * (config.layer_end - config.layer_begin),
         bases=tuple(tuple(pair) for pair in bases.values()),
     )
 
@@ -83,7 +83,7 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
     engine = engine_factory()
     return TransferParts(
         identity=Peer(config.instance, config.epoch, config.rank),
-        topology=Topology(shards, pool.page_size, 2 * pool.bytes_per_token),
+        topology=Topology(shards, pool.page_size, (2 * pool.bytes_per_token,) * len(config.windows), config.windows),
         regions=regions,
         engine=engine,
         engine_factory=engine_factory,

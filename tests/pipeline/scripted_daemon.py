@@ -11,7 +11,7 @@ def facts(model: str, layers: str, ranks: int) -> ModelFacts:
     ranges = tuple((2 * rank, 2 * rank + 2) for rank in range(ranks))
     return ModelFacts(
         digest="d1", num_layers=2 * ranks, kv_heads=2, head_dim=8, vocab_size=1000, eos_ids=(0,),
-        max_positions=4096, layer_ranges=ranges,
+        max_positions=4096, layer_ranges=ranges, windows=(0,) * (2 * ranks),
     )  # fmt: skip
 
 

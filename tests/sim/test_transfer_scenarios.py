@@ -81,7 +81,7 @@ def test_T5_after_a_link_healed_the_next_request_works(length: int) -> None:
 def test_T9_more_source_pages_than_destinations_is_an_error_and_writes_nothing() -> None:
     with pytest.raises(ExtentsError, match="3 source pages do not fit 2"):
         extents((0, 1, 2), (0, 1), 0, 8, 4)
-    topology = Topology((Shard(0, (0, 2), (0, 1)),), 4, 1)
+    topology = Topology.uniform((Shard(0, (0, 2), (0, 1)),), 4, 1)
     side, peer = SendingSide(0, topology, True), Peer("D0", 1, 0)
     side.peer_connected(peer, topology)
     side.open("r/0", "D0", 1, 12)

@@ -18,7 +18,7 @@ def pipeline(ranks: int, layers: int, page_size: int = PAGE, bytes_per_token: in
     """`ranks` stages over `layers` layers, as even as they go."""
     cuts = [layers * rank // ranks for rank in range(ranks + 1)]
     shards = tuple(Shard(rank, (cuts[rank], cuts[rank + 1]), (0, HEADS)) for rank in range(ranks))
-    return Topology(shards, page_size, bytes_per_token)
+    return Topology.uniform(shards, page_size, bytes_per_token)
 
 
 class Pool:
@@ -26,7 +26,7 @@ class Pool:
 
     def __init__(self, topology: Topology, rank: int, pages: int, seed: int | None = None) -> None:
         shard = topology.shards[rank]
-        width = topology.bytes_per_token // 2
+        width = topology.bytes_per_token[0] // 2
         shape = (shard.layers[1] - shard.layers[0], 2, pages, topology.page_size, width)
         self.data: NDArray[numpy.uint8] = numpy.full(shape, 0xEE, dtype=numpy.uint8)
         if seed is not None:
@@ -36,7 +36,7 @@ class Pool:
             layers=shard.layers,
             heads=shard.heads,
             tokens=pages * topology.page_size,
-            bytes_per_token=width,
+            bytes_per_token=(width,) * len(self.data),
             bases=tuple((int(layer[0].ctypes.data), int(layer[1].ctypes.data)) for layer in self.data),
         )
 

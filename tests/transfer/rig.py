@@ -29,7 +29,7 @@ def engine_for(backend: str, pool: Pool, handle_deadline: float = 20.0) -> Trans
     engine = make_engine(backend, HOST, handle_deadline=handle_deadline)
     for bases in pool.regions.bases:
         for base in bases:
-            engine.register(base, pool.regions.nbytes)
+            engine.register(base, pool.regions.nbytes(pool.first_layer))
     return engine
 
 

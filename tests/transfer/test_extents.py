@@ -48,7 +48,7 @@ def test_a_range_beyond_the_pages_is_an_error() -> None:
 
 def table(tokens: int = 100, heads: tuple[int, int] = (0, 2), base: int = 10_000) -> RegionTable:
     width = 8 * (heads[1] - heads[0])
-    return RegionTable((2, 4), heads, tokens, width, tuple((base * i, base * i + 5000) for i in (1, 2)))
+    return RegionTable((2, 4), heads, tokens, (width, width), tuple((base * i, base * i + 5000) for i in (1, 2)))
 
 
 def test_addresses_of_whole_heads_are_one_write_per_layer_buffer_and_run() -> None:

@@ -238,7 +238,7 @@ def test_two_engines_of_one_process_register_the_same_memory_and_one_outlives_th
     pool, other = (Pool(pipeline(1, 2, 4, 64), 0, 8, seed=seed) for seed in (1, 2))
     target, first = engine_for(backend, other), engine_for(backend, pool)
     second = engine_for(backend, pool)
-    write = [(pool.regions.bases[0][0], other.regions.bases[0][0], pool.regions.nbytes)]
+    write = [(pool.regions.bases[0][0], other.regions.bases[0][0], pool.regions.nbytes(0))]
     for number, engine in ((1, first), (2, second)):
         engine.connect("t", target.endpoint())
         engine.submit(number, "t", write, "room")

@@ -182,7 +182,7 @@ def test_the_handshake_names_both_values() -> None:
         assert "127.0.0.1 here, 10.1.2.3 there" in (objection(other_host, 0, mine, rig.source, HOST) or "")
         backend = msgspec.structs.replace(good, terms=terms("nixl"))
         assert objection(backend, 0, mine, rig.source, HOST) == "backend: 'local' here, 'nixl' there"
-        narrow = msgspec.structs.replace(good, regions=replace(rig.dst[0].regions, bytes_per_token=16))
+        narrow = msgspec.structs.replace(good, regions=replace(rig.dst[0].regions, bytes_per_token=(16,) * 6))
         assert "16 bytes" not in str(objection(good, 0, mine, rig.source, HOST))
         assert "regions of" in (objection(narrow, 0, mine, rig.source, HOST) or "")
         pages = msgspec.structs.replace(good, topology=replace(rig.destination, page_size=8))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.transfer.pools import pipeline
+from tests.transfer.pools import BYTES_PER_TOKEN, pipeline
 from transfer import receiving_room, sending_room
 from transfer.actions import Grant, NeedPeer, Observe, Peer, Revoke, Send, Submit, Verify
 from transfer.messages import Again, Destinations, Failed, Finished, FinishedAck, Slice, Stop, Stopped
+from transfer.plan import Topology
 from transfer.receiver import ReceivingSide
 from transfer.sender import SendingSide
 
@@ -430,3 +431,26 @@ def test_the_end_of_a_good_transfer_ends_its_lease() -> None:
     side.on_message(P0, Slice("r/0", 0, LAYERS, 0, 4))
     assert side.on_message(P0, Finished("r/0", 4, LAYERS, 512, 1, b"t"))[-1] == Revoke("r/0")
     assert side.stop("r/0", "abort") == [Observe("r/0", "release", True)]
+
+
+def test_a_layer_with_a_window_sends_what_the_next_token_still_sees_and_that_is_enough() -> None:
+    topology = Topology(ONE.shards, ONE.page_size, ONE.bytes_per_token, (0, 3))
+    side = SendingSide(0, topology, True)
+    side.peer_connected(D0, topology)
+    side.open("r/0", "d", 0, 8)
+    side.on_message(D0, Destinations("r/0", 8, (5, 6)))
+    side.start("r/0", [3, 4])
+    (only,) = submitted(side.written("r/0", 0, 6, LAYERS))
+    assert (only.layers, only.runs) == ((0, 1), ((12, 20, 6),)), "layer 1 sends none of these"
+    last = submitted(side.written("r/0", 6, 8, LAYERS))
+    assert [(one.layers, one.runs) for one in last] == [((0, 2), ((18, 26, 2),))]
+    there = ReceivingSide(0, topology)
+    there.open("r/0", "p", 1, 8)
+    there.peer_ready("p", 1, topology)
+    there.send_destinations("r/0", [5, 6])
+    for number, (layers, start, end) in enumerate((((0, 1), 0, 6), (LAYERS, 6, 8))):
+        there.on_message(P0, Slice("r/0", number, layers, start, end))
+    whole = (8 + 2) * BYTES_PER_TOKEN
+    assert there.on_message(P0, Finished("r/0", 8, LAYERS, whole, 2, b"t"))[-1] == Observe(
+        "r/0", "transfer", True, "", b"t"
+    )

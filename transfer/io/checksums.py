@@ -30,10 +30,13 @@ class Checksums:
 
     def __init__(self, regions: RegionTable) -> None:
         self._regions = regions
-        self._buffers = tuple(
-            tuple(memoryview((ctypes.c_ubyte * regions.nbytes).from_address(base)).cast("B") for base in bases)
-            for bases in regions.bases
-        )
+        self._buffers = {
+            layer: [
+                memoryview((ctypes.c_ubyte * regions.nbytes(layer)).from_address(base)).cast("B")
+                for base in regions.buffers(layer)
+            ]
+            for layer in range(*regions.layers)
+        }
         self._jobs: queue.SimpleQueue[tuple[Hashable, tuple[int, int], tuple[int, int], Sequence[Span]] | None]
         self._jobs = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Hashable, bytes]] = queue.SimpleQueue()
@@ -68,31 +71,30 @@ class Checksums:
             os.eventfd_write(self.fd, 1)
 
     def _hash(self, layers: tuple[int, int], heads: tuple[int, int], spans: Sequence[Span]) -> bytes:
-        table = self._regions
-        width = table.bytes_per_token
-        pieces = [(at * width, tokens * width) for at, tokens in spans]
-        if heads != table.heads:  # a range of heads is contiguous only inside one token
-            skip, size = (heads[0] - table.heads[0]) * table.head_bytes, (heads[1] - heads[0]) * table.head_bytes
-            return self._hash_heads(layers, spans, skip, size)
+        if heads != self._regions.heads:
+            return self._hash_heads(layers, heads, spans)
         found = bytearray()
         for layer in range(*layers):
-            first, *others = self._buffers[layer - table.layers[0]]
-            for at, nbytes in pieces:
-                page = xxhash.xxh3_64(first[at : at + nbytes])
+            width = self._regions.width(layer)
+            first, *others = self._buffers[layer]
+            for at, tokens in spans:
+                begin, end = at * width, (at + tokens) * width
+                page = xxhash.xxh3_64(first[begin:end])
                 for buffer in others:
-                    page.update(buffer[at : at + nbytes])
+                    page.update(buffer[begin:end])
                 found += page.digest()
         return bytes(found)
 
-    def _hash_heads(self, layers: tuple[int, int], spans: Sequence[Span], skip: int, size: int) -> bytes:
-        table = self._regions
+    def _hash_heads(self, layers: tuple[int, int], heads: tuple[int, int], spans: Sequence[Span]) -> bytes:
+        """A range of heads is contiguous only inside one token."""
         found = bytearray()
         for layer in range(*layers):
+            width, head_bytes = self._regions.width(layer), self._regions.head_bytes(layer)
+            skip, size = (heads[0] - self._regions.heads[0]) * head_bytes, (heads[1] - heads[0]) * head_bytes
             for at, tokens in spans:
                 page = xxhash.xxh3_64()
-                for buffer in self._buffers[layer - table.layers[0]]:
+                for buffer in self._buffers[layer]:
                     for token in range(at, at + tokens):
-                        begin = token * table.bytes_per_token + skip
-                        page.update(buffer[begin : begin + size])
+                        page.update(buffer[token * width + skip : token * width + skip + size])
                 found += page.digest()
         return bytes(found)

@@ -319,15 +319,18 @@ class ReceivingPort:
 
     def _areas(self, pages: Sequence[int]) -> list[Area]:
         """These pages in every buffer, neighbours as one."""
-        size = self._topology.page_size * self._regions.bytes_per_token
         runs: list[tuple[int, int]] = []
         for page in sorted(pages):
             if runs and sum(runs[-1]) == page:
                 runs[-1] = (runs[-1][0], runs[-1][1] + 1)
             else:
                 runs.append((page, 1))
-        buffers = [base for bases in self._regions.bases for base in bases]
-        return [(base + first * size, count * size) for base in buffers for first, count in runs]
+        areas: list[Area] = []
+        for layer in range(*self._regions.layers):
+            size = self._topology.page_size * self._regions.width(layer)
+            for base in self._regions.buffers(layer):
+                areas += [(base + first * size, count * size) for first, count in runs]
+        return areas
 
     # ---- inside: actions
 
