@@ -44,7 +44,8 @@ class Shape(msgspec.Struct, frozen=True):
 
     def topology(self) -> Topology:
         """Raises `PlanError` for a shape that no rank could have."""
-        return Topology.uniform((Shard(0, (0, self.layers), (0, self.heads)),), self.page_size, 2 * self.bytes_per_token)
+        shard = Shard(0, (0, self.layers), (0, self.heads))
+        return Topology.uniform((shard,), self.page_size, 2 * self.bytes_per_token)
 
     def regions(self, base: int) -> RegionTable:
         starts = [base + index * self.buffer_bytes for index in range(2 * self.layers)]
