@@ -62,7 +62,7 @@ soak: setup  ## the tests that take minutes each
 	@$(PY) -m pytest -m soak $(ARGS)
 
 idle: setup  ## measure the CPU an idle cluster uses
-	@$(PY) bench/idle_cpu.py --start
+	@$(PY) -m bench.idle_cpu --start
 
 clean:  ## remove caches, build results and logs; keeps .venv and the model
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .run

@@ -10,20 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.local_cluster import started_cluster
+
 TICKS = os.sysconf("SC_CLK_TCK")
-READY_WITHIN = 300.0
-SETTLE = 5.0  # after start-up, caches and connections still move
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +99,6 @@ def cluster_pids(run_dir: Path) -> list[int]:
     return [part["pid"] for part in parts]
 
 
-@contextmanager
-def started_cluster(options: list[str]) -> Iterator[Path]:
-    """A cluster of its own, ready; gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="paceline-idle-") as folder:
-        command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0", "--run-dir", folder, *options]
-        up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        too_late = threading.Timer(READY_WITHIN, up.terminate)
-        too_late.start()
-        try:
-            assert up.stdout is not None
-            while not (line := up.stdout.readline()).startswith("ready:"):
-                if not line:
-                    raise SystemExit("idle_cpu: the cluster did not start")
-            too_late.cancel()
-            time.sleep(SETTLE)
-            yield Path(folder)
-        finally:
-            too_late.cancel()
-            up.send_signal(signal.SIGTERM)
-            try:
-                up.wait(30)
-            except subprocess.TimeoutExpired:
-                up.kill()
-                up.wait()
-
-
 def report(usages: list[Usage], limit: float) -> int:
     for usage in usages:
         print(f"{usage.percent:6.2f} %  {usage.name}  (pid {usage.pid})")
@@ -141,7 +109,7 @@ def report(usages: list[Usage], limit: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python bench/idle_cpu.py", description="Measure the CPU time of an idle cluster."
+        prog="python -m bench.idle_cpu", description="Measure the CPU time of an idle cluster."
     )
     parser.add_argument("--start", action="store_true", help="start a cluster for the measurement")
     parser.add_argument("--run-dir", type=Path, default=Path(os.environ.get("PACELINE_RUN_DIR", ".run")))
@@ -152,8 +120,8 @@ def main() -> int:
     if up_options and not options.start:
         parser.error(f"only --start takes options of `paceline up`: {' '.join(up_options)}")
     if options.start:
-        with started_cluster(up_options) as run_dir:
-            usages = measure(cluster_pids(run_dir), options.seconds)
+        with started_cluster(up_options) as cluster:
+            usages = measure(cluster_pids(cluster.run_dir), options.seconds)
     else:
         usages = measure(options.pid or cluster_pids(options.run_dir), options.seconds)
     return report(usages, options.limit)
