@@ -25,9 +25,18 @@ HOLD_RELAY = "hold_relay"  # entries into the rank wait for `length`
 HOLD_BACK = "hold_back"  # acks and returns wait for `length`
 HOLD_REPORTS = "hold_reports"  # store updates and bells of the rank wait for `length`
 
+FREEZE = "freeze"  # the rank stands still for `length`; its daemon waits for it no longer than `SILENT_RANK`
+SLOW = "slow"  # for `length`, rank 0 takes `value` for each frame that it reads, and as long before it writes
+STUTTER = "stutter"  # for `length`, what the rank's side observes is said again, a failed handshake as a good one
+DRAIN = "drain"  # the instance takes nothing new, lets go of what is open after `value`, leaves; back after `length`
+ADMIN = "admin"  # `value` times within `length`: the status and the recording of every rank are asked for
+
+# What the first profiles draw from: another member would give their seeds other cases.
 FAULTS = (CRASH, KILL_RANK, FAIL_QUIET, FAIL_LATE, STALL, LOSE, CUT, HOLD_RELAY, HOLD_BACK, HOLD_REPORTS)
 
 
+SILENT_RANK = 8 * SECOND  # after which the daemon takes a rank for stuck and ends the instance
+HURRY = 30 * SECOND  # a stage deadline as long as this never comes: whoever ends a room tells its peer
 BLINK = 500 * MS  # a cut this short must cost nobody anything but time
 
 
@@ -73,7 +82,9 @@ class Fault:
     @property
     def gentle(self) -> bool:
         """It only delays."""
-        return self.kind in (STALL, HOLD_RELAY, HOLD_BACK, HOLD_REPORTS) or (self.kind == CUT and self.length <= BLINK)
+        if self.kind in (CUT, FREEZE):
+            return self.length <= (BLINK if self.kind == CUT else SILENT_RANK // 2)
+        return self.kind in (STALL, HOLD_RELAY, HOLD_BACK, HOLD_REPORTS, SLOW, STUTTER, ADMIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +114,14 @@ class Case:
     leased: bool = False  # decode's engine checks each write against a lease, and a revoked one is a fence
     tail: int = 2 * SECOND  # for which a dead process's writes may still land
     retries: int = 6
+    parked: int = 1024  # rooms whose destinations may reach a prefill rank before its log opens them
 
     @property
     def calm(self) -> bool:
         """Things only take long: nothing would excuse a failed request, or a second attempt."""
-        return all(fault.gentle for fault in self.faults) and all(
-            plan.stage_timeout >= 30 * SECOND and plan.host_pages >= 1000 for plan in (*self.prefill, *self.decode)
+        gentle = self.parked >= len(self.requests) and all(fault.gentle for fault in self.faults)
+        return gentle and all(
+            plan.stage_timeout >= HURRY and plan.host_pages >= 1000 for plan in (*self.prefill, *self.decode)
         )
 
     @property

@@ -27,7 +27,12 @@ class Channel:
         self.capacity = capacity
         self.outbox: deque[Any] = deque()
         self.most_waiting = 0
+        self.most_unread = 0
         self._flying = 0
+        self._unread: deque[Any] = deque()  # arrived, and the reader does not take it yet
+        self._prompt = True  # the reader has never stood still nor been slow
+        self._reads = True
+        self._slow_until = self._per_message = 0
         self._last = 0  # when the message before this one arrives: nothing overtakes it
 
     def send(self, message: Any) -> None:
@@ -41,17 +46,50 @@ class Channel:
         """Nothing sent from now on arrives before `until`."""
         self._last = max(self._last, until)
 
+    def stop_reading(self) -> None:
+        """The reader stands still; what arrives waits for it."""
+        self._prompt = self._reads = False
+
+    def read_on(self) -> None:
+        self._reads = True
+        self._read()
+
+    def slow_down(self, until: int, per_message: int) -> None:
+        """Until then the reader takes that long for each message."""
+        self._prompt = False
+        self._slow_until, self._per_message = until, per_message
+
     @property
     def empty(self) -> bool:
         return not self._flying
 
     def _transmit(self, message: Any) -> None:
         self._flying += 1
-        arrival = self._clock.now + self._chance.between(self._bounds)
-        self._last = arrival = arrival if arrival > self._last else self._last
+        delay = self._chance.between(self._bounds)
+        self._last = arrival = max(self._clock.now + delay, self._last)
         self._clock.at(arrival, self._deliver, message)
 
     def _deliver(self, message: Any) -> None:
+        if self._prompt or (self._reads and not self._unread and self._slow_until <= self._clock.now):
+            self._take(message)
+        else:
+            self._keep(message)
+
+    def _keep(self, message: Any) -> None:
+        self._unread.append(message)
+        self.most_unread = max(self.most_unread, len(self._unread))
+        if self._reads and len(self._unread) == 1:
+            self._clock.after(self._per_message, self._read)
+
+    def _read(self) -> None:
+        """One message while the reader is slow, and all that waits once it is not."""
+        while self._unread and self._reads:
+            self._take(self._unread.popleft())
+            if self._unread and self._slow_until > self._clock.now:
+                self._clock.after(self._per_message, self._read)
+                return
+
+    def _take(self, message: Any) -> None:
         if self.capacity == 0:
             self._clock.after(self._bounds[0], self._complete)
         else:

@@ -21,6 +21,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0
         self.events = 0
+        self.stopped = False
         self._order = 0
         self._queue: list[tuple[int, int, Callable[..., object], tuple[Any, ...]]] = []
 
@@ -32,13 +33,17 @@ class Clock:
         self._order += 1
         heappush(self._queue, (self.now + delay, self._order, action, args))
 
-    def run(self, limit: int, done: Callable[[], bool]) -> None:
-        """Runs events until `done` (asked after each), the queue is empty, or `limit` events have run."""
-        queue = self._queue
-        while queue and self.events < limit and not done():
+    def run(self, limit: int) -> None:
+        """Runs events until one says `stop`, the queue is empty, or `limit` events have run."""
+        queue, left = self._queue, limit - self.events
+        while queue and left and not self.stopped:
             self.now, _, action, args = heappop(queue)
+            left -= 1
             self.events += 1
             action(*args)
+
+    def stop(self) -> None:
+        self.stopped = True
 
 
 class Chance:
@@ -48,9 +53,11 @@ class Chance:
         self.random = Random(seed)
         self.draw = self.random.random
         self.delays = delays
+        self._straggler = delays.straggler
 
     def between(self, bounds: tuple[int, int]) -> int:
         """Evenly in the bounds; a few stragglers take much longer."""
+        least, most = bounds
         draw = self.draw
-        delay = bounds[0] + int(draw() * (bounds[1] - bounds[0] + 1))
-        return delay * 20 if draw() < self.delays.straggler else delay
+        delay = least + int(draw() * (most - least + 1))
+        return delay * 20 if draw() < self._straggler else delay

@@ -6,6 +6,7 @@ Rare paths that no seed reaches are paths nobody tests; `sim.run` prints what wa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from consensus.entry import Entry
@@ -24,12 +25,13 @@ class Coverage:
         self.cells: Counter[Cell] = Counter()
         self.faults: Counter[str] = Counter()
 
-    def watch(self, replica: Replica, side: str) -> None:
-        """Looks at each entry just before `replica` applies it."""
+    def watch(self, replica: Replica, side: str, look: Callable[[Entry], None]) -> None:
+        """Looks at each entry just before `replica` applies it, and lets `look` do so."""
         apply = replica.apply
 
         def watched(entry: Entry) -> list[Effect]:
             self._count(replica, side, entry)
+            look(entry)
             return apply(entry)
 
         replica.apply = watched  # type: ignore[method-assign]

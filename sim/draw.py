@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from sim import case as kinds
 from sim.case import (
+    ADMIN,
     BLINK,
     CORRUPT,
     CRASH,
     CUT,
+    DRAIN,
     FAIL_LATE,
     FAIL_QUIET,
     FAULTS,
+    FREEZE,
     HOLD_BACK,
     HOLD_RELAY,
     HOLD_REPORTS,
@@ -24,7 +28,10 @@ from sim.case import (
     LOSE,
     MS,
     SECOND,
+    SILENT_RANK,
+    SLOW,
     STALL,
+    STUTTER,
     Case,
     Delays,
     Fault,
@@ -50,13 +57,16 @@ class Profile:
     output: tuple[float, float] = (0.0, 12.0)  # least and most; below 1: as a share of the smallest pool
     prefill_pages: tuple[int, ...] = PAGES
     decode_pages: tuple[int, ...] = PAGES
+    parked: tuple[int, ...] = ()  # bounds of a prefill rank's early destinations; none: the default
     checksums: bool = False
     leased: bool = False
 
 
 # The profiles, from gentle to rough: "grow" makes running requests outgrow the pool, "prompts" has prompts
 # that do not fit into it side by side, "blinks" cuts links for so short a time that nothing may fail, "corrupt"
-# damages what lands, "leases" is "transfer" with an engine that checks each write.
+# damages what lands, "leases" is "transfer" with an engine that checks each write, "freezes" has ranks that stand
+# still, "slow" a rank 0 that does not keep up and sides that repeat themselves, "operators" instances that are
+# drained and inspected, "early" logs so late that peers overtake them.
 PROFILES = {
     "mixed": Profile(0.5, FAULTS, 0.35, 0.15, 0.25, 8, (4, 12)),
     "calm": Profile(0.0, (), 0.0, 0.0, 0.25, 8, (6, 20)),
@@ -72,6 +82,10 @@ PROFILES = {
         1.0, (FAIL_QUIET, FAIL_LATE, STALL, LOSE, CUT, CRASH), 0.6, 0.1, 0.0, 3, (4, 12), checksums=True, leased=True
     ),
     "zero": Profile(0.3, (HOLD_RELAY, HOLD_BACK, HOLD_REPORTS), 0.5, 0.1, 1.0, 6, (6, 20)),
+    "freezes": Profile(1.0, (FREEZE, FREEZE, FREEZE, STALL, LOSE, KILL_RANK), 0.4, 0.1, 0.2, 4, (4, 12)),
+    "slow": Profile(1.0, (SLOW, SLOW, STUTTER, STUTTER, HOLD_RELAY, FAIL_QUIET), 0.5, 0.1, 0.2, 4, (6, 20)),
+    "operators": Profile(1.0, (DRAIN, ADMIN), 0.3, 0.1, 0.1, 3, (6, 16)),
+    "early": Profile(1.0, (HOLD_RELAY, HOLD_RELAY, STALL), 0.6, 0.1, 0.0, 4, (6, 20), parked=(1, 2, 4)),
 }
 
 
@@ -99,6 +113,7 @@ def draw(seed: int, profile: str = "mixed") -> Case:
         leased=chosen.leased,
         capacity=random.choice((0, 1)) if random.random() < chosen.bounded else None,
         tail=random.choice((200 * MS, 2 * SECOND)),
+        parked=random.choice(chosen.parked) if chosen.parked else 1024,
     )
 
 
@@ -178,12 +193,30 @@ def _fault(
     name = f"P{p}" if on_prefill else f"D{d}"
     if kind in ON_WRITES:
         return Fault(kind, at // 4, name, rank, random.choice((50 * MS, 1 * SECOND)), random.choice((1, 1, 3, 8)))
+    if kind in (FREEZE, SLOW, STUTTER, DRAIN, ADMIN):
+        return _slower_fault(random, kind, at // 2, name, rank)
     if kind == CRASH:
         return Fault(kind, at, name, 0, random.choice((10 * MS, 500 * MS, 3 * SECOND)))
     if kind == KILL_RANK:
         wait = random.choice((0, 10 * MS, 500 * MS))
         return Fault(kind, at, name, rank, random.choice((10 * MS, 3 * SECOND)), wait)
     return Fault(kind, at, name, max(rank, 1) if kind == HOLD_RELAY else rank, random.choice((5, 50, 2000)) * MS)
+
+
+def _slower_fault(random: Random, kind: str, at: int, name: str, rank: int) -> Fault:
+    if kind == FREEZE:
+        lengths = (5 * MS, 50 * MS, 500 * MS, 3 * SECOND, SILENT_RANK - SECOND, SILENT_RANK + SECOND)
+        return Fault(kind, at, name, rank, random.choice(lengths))
+    length = random.choice((50 * MS, 500 * MS, 3 * SECOND))
+    match kind:
+        case kinds.SLOW:
+            return Fault(kind, at, name, 0, length, random.choice((200, 2 * MS, 20 * MS)))
+        case kinds.DRAIN:
+            return Fault(kind, at, name, 0, length, random.choice((0, 20 * MS, 2 * SECOND)))
+        case kinds.ADMIN:
+            return Fault(kind, at, name, 0, length, random.choice((1, 3, 8)))
+        case _:
+            return Fault(kind, at, name, rank, length)
 
 
 def _delays(random: Random) -> Delays:

@@ -9,6 +9,8 @@ handles get a moment to end, and what a destroyed engine had on the way may stil
 of that moment, until the tail has passed.
 Under leases a failed handle is called quiet, because its connection is closed, and what had left before still
 flies; the target lets nothing land but what it has granted, and nothing once it has revoked.
+What arrives at a process that stands still waits in its kernel and lands when it goes on, also long after the
+writer's tail; a sender that stands still may have given its kernel everything, or nothing yet.
 While two instances are cut off from one another, nothing lands; a handle that waits too long for that is
 reported as failed before it lands.
 """
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 1_000_000  # after which a handle that waits for a cut link is called failed
 SUSPICION = 1_000_000  # of unknown fate for so long: the engine is replaced
+SETTLE = 100_000  # from the first word of a peer that stood still to the fence
 DRAIN = 500_000  # that the healthy handles of a retired engine get to end
 
 
@@ -45,6 +48,8 @@ class Flight:
     reported: bool = False  # called failed; what is left may still land
     lost: bool = False
     damaged: bool = False  # one position is to land wrong
+    in_kernel: int = 0  # pieces that a target which stands still has not read yet
+    only_kernel: bool = False  # nothing but those can land any more
     frozen: KvPool | None = None  # what a destroyed engine had read of the source
 
 
@@ -73,7 +78,7 @@ class SimEngine:
     def bury(self) -> None:
         """The owner is dead and its tail has passed: nothing of it lands any more."""
         for flight in list(self._flights.values()):
-            self._over(flight)
+            self._drained(flight)
 
     def submit(self, submit: Submit, target: RankProcess | None) -> None:
         world, owner = self.owner.world, self.owner
@@ -165,12 +170,18 @@ class SimEngine:
         if flight.frozen is None:
             self._read(flight, -1)
 
+    def _drained(self, flight: Flight) -> None:
+        """The tail has passed: nothing lands any more, except what the target's own kernel holds."""
+        flight.pieces, flight.only_kernel = flight.in_kernel, True
+        if not flight.pieces:
+            self._over(flight)
+
     def _later(self, handle: int, error: str | None, quiet: bool) -> None:
         world = self.owner.world
         world.clock.after(world.chance.between(world.chance.delays.ring), self._tell, handle, error, quiet)
 
     def _tell(self, handle: int, error: str | None, quiet: bool) -> None:
-        if not self.owner.alive:
+        if not self.owner.alive or self.owner.held(self._tell, handle, error, quiet):
             return
         if error is None or quiet:
             self._suspects.pop(handle, None)
@@ -185,15 +196,23 @@ class SimEngine:
             checksums = self.owner.kv.checksums(submit.layers, submit.spans)
             self._apply(self._side.completed(submit.handle, None, checksums=checksums))
 
-    def _land(self, flight: Flight, runs: list[Extent]) -> None:
+    def _land(self, flight: Flight, runs: list[Extent], from_kernel: bool = False) -> None:
         world, source, target = self.owner.world, flight.source, flight.target
         if flight.submit.handle not in self._flights:
             return  # buried, or its engine's tail has passed
+        if flight.only_kernel and not from_kernel:
+            return
+        if source.frozen and not from_kernel and world.chance.draw() < 0.5 and source.held(self._land, flight, runs):
+            return
+        flight.in_kernel -= from_kernel
+        if target.in_kernel(self._land, flight, runs, True):
+            flight.in_kernel += 1
+            return
         if not target.alive:
             flight.lost = True
         else:
             until = world.cut_until(source.incarnation.name, target.incarnation.name)
-            if until > world.clock.now:
+            if until > world.clock.now and not from_kernel:
                 self._wait_for_link(flight, runs, until)
                 return
             granted = target.receiving.granted[flight.submit.room] if world.case.leased else flight.touched[1]
@@ -224,6 +243,8 @@ class SimEngine:
 
     def _look_at(self, handle: int) -> None:
         """A handle has been of unknown fate for too long."""
+        if self.owner.held(self._look_at, handle):
+            return
         if self.owner.alive and self._suspects.get(handle) == self._number:
             retired = self._side.retire_engine()
             assert retired == self._number
@@ -232,7 +253,7 @@ class SimEngine:
             self.owner.world.clock.after(DRAIN, self._destroy, retired)
 
     def _destroy(self, engine: int) -> None:
-        if not self.owner.alive:
+        if not self.owner.alive or self.owner.held(self._destroy, engine):
             return
         self._suspects = {handle: number for handle, number in self._suspects.items() if number > engine}
         for flight in self._flights.values():
@@ -243,10 +264,20 @@ class SimEngine:
         self.owner.world.clock.after(self.owner.world.case.tail, self._tail_passed, engine)
 
     def _tail_passed(self, engine: int) -> None:
-        if not self.owner.alive:
+        if not self.owner.alive or self.owner.held(self._tail_passed, engine):
             return
         for flight in list(self._flights.values()):
-            if flight.engine <= engine and flight.frozen is not None:
-                self._over(flight)
+            if flight.engine <= engine and flight.frozen is not None and not flight.only_kernel:
+                self._drained(flight)
         for peer in self._side.trailing_peers(engine):
+            self._heard(engine, peer)
+
+    def _heard(self, engine: int, peer: Peer) -> None:
+        """A peer that stands still has not read its kernel: its fence waits for a word of it, and a moment more."""
+        if not self.owner.alive or self.owner.held(self._heard, engine, peer):
+            return
+        target = self.owner.world.incarnated(peer)
+        if target.frozen or (target.alive and self.owner.world.clock.now < target.thawed_at + SETTLE):
+            self.owner.world.clock.after(SETTLE, self._heard, engine, peer)
+        else:
             self._apply(self._side.tail_passed(engine, peer))

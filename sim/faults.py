@@ -10,20 +10,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sim import case as kinds
-from sim.case import CRASH, CUT, KILL_RANK, Fault
+from sim.case import CRASH, CUT, MS, SECOND, SILENT_RANK, Fault
 
 if TYPE_CHECKING:
     from sim.incarnation import Incarnation
     from sim.rank import RankProcess
     from sim.world import World
 
+RESTART = 100 * MS  # of an instance that its daemon ended
+ABORT_GRACE = 1 * SECOND  # that a leaving instance's log gets to end what is still open
+LOOK = 10 * MS
+
 
 def schedule_faults(world: World) -> int:
     over = 0
     for fault in world.case.faults:
         world.clock.at(fault.at, _strike, world, fault)
-        over = max(over, fault.at + fault.length + (fault.value if fault.kind == KILL_RANK else 0))
+        over = max(over, fault.at + fault.length + _preparing(fault))
     return over
+
+
+def _preparing(fault: Fault) -> int:
+    """How long it takes until the instance is down."""
+    match fault.kind:
+        case kinds.KILL_RANK:
+            return fault.value
+        case kinds.DRAIN:
+            return fault.value + ABORT_GRACE + LOOK
+        case _:
+            return 0
 
 
 def _strike(world: World, fault: Fault) -> None:
@@ -53,6 +68,19 @@ def _strike(world: World, fault: Fault) -> None:
         case kinds.HOLD_REPORTS:
             if process.reports is not None:
                 process.reports.hold(until)
+        case kinds.FREEZE:
+            if process.frozen:
+                return
+            _freeze(world, incarnation, process, fault.length)
+        case kinds.SLOW:
+            incarnation.ranks[0].slow_down(until, fault.value)
+        case kinds.STUTTER:
+            process.stutter(until)
+        case kinds.DRAIN:
+            _drain(world, incarnation, fault)
+        case kinds.ADMIN:
+            for number in range(fault.value):
+                world.clock.after(number * fault.length // fault.value, incarnation.inspect)
         case _:
             raise AssertionError(f"unknown fault {fault.kind}")
     world.count_fault(fault.kind)
@@ -65,6 +93,39 @@ def _kill(world: World, incarnation: Incarnation, process: RankProcess, fault: F
         incarnation.kill(process.rank)
         incarnation.alive = False  # the daemon sees it at once and takes nothing new
         world.clock.after(fault.value, _reap, world, incarnation, fault.length)
+
+
+def _freeze(world: World, incarnation: Incarnation, process: RankProcess, length: int) -> None:
+    since = process.freeze()
+    if length <= SILENT_RANK:
+        world.clock.after(length, process.thaw, since)
+    else:
+        world.clock.after(SILENT_RANK, _end_stuck, world, incarnation)
+
+
+def _end_stuck(world: World, incarnation: Incarnation) -> None:
+    """The daemon has heard nothing of a rank for too long: it ends the instance, as it would after a death."""
+    if incarnation.alive:
+        world.count_fault("freeze ended by the daemon")
+        _reap(world, incarnation, RESTART)
+
+
+def _drain(world: World, incarnation: Incarnation, fault: Fault) -> None:
+    incarnation.draining = True
+    _let_go(world, incarnation, world.clock.now + fault.value, fault.length)
+
+
+def _let_go(world: World, incarnation: Incarnation, patience: int, downtime: int) -> None:
+    """What is open may end; then its clients are sent elsewhere, and the log gets a moment to end it."""
+    if not incarnation.alive:
+        return
+    now = world.clock.now
+    if incarnation.has_open and now < patience + ABORT_GRACE:
+        if now >= patience:
+            incarnation.let_go()
+        world.clock.after(LOOK, _let_go, world, incarnation, patience, downtime)
+        return
+    _reap(world, incarnation, downtime)
 
 
 def _reap(world: World, incarnation: Incarnation, downtime: int) -> None:
@@ -88,11 +149,11 @@ def _reap(world: World, incarnation: Incarnation, downtime: int) -> None:
             delay = 1 + world.chance.between(world.chance.delays.link) * 20
             world.clock.after(delay, _tell, process, incarnation, reason, False)
             if incarnation.is_prefill:
-                world.clock.after(delay + world.case.tail, _tell, process, incarnation, reason, True)
+                process.after_living(delay + world.case.tail, _tell, process, incarnation, reason, True)
 
 
 def _tell(process: RankProcess, dead: Incarnation, reason: str, quiet: bool) -> None:
-    if not process.alive:
+    if not process.alive or process.held(_tell, process, dead, reason, quiet):
         return
     if dead.is_prefill:
         process.receiving.peer_lost(dead.name, dead.epoch, reason, quiet)

@@ -103,7 +103,7 @@ class GatewayModel:
         incarnation = self.world.instances[attempt.names[side]]
         if attempt.open.get(side, incarnation) is not None and attempt.open.get(side) is not incarnation:
             return  # a repeated call on a connection that ended with its instance
-        if incarnation is None or not incarnation.alive:
+        if incarnation is None or not incarnation.alive or incarnation.draining:
             self.world.from_instance(attempt.names[side], self._broke, attempt.key, side, None)
             return
         if side in attempt.open:

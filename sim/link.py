@@ -55,6 +55,10 @@ class Link:
         process = self.world.process(self.instance, self.rank)
         if process is None:
             return  # nobody answers
+        if process.held(self._hello, number, epoch):
+            return
+        if number != self.number:
+            return  # another connection has taken its place
         server = process.sending
         if epoch not in (0, server.identity.epoch):
             self._carry(1, self._refused, number, f"{self.instance} is epoch {server.identity.epoch}, not {epoch}")
@@ -63,12 +67,12 @@ class Link:
         server.accept(self, number, lambda: self._carry(1, self._welcome, number, server.identity))
 
     def _welcome(self, number: int, peer: Peer) -> None:
-        if number == self.number:
+        if number == self.number and not self.port.owner.held(self._welcome, number, peer):
             self.peer, self.silent = peer, 0
             self.port.welcomed(self)
 
     def _refused(self, number: int, reason: str) -> None:
-        if number == self.number:
+        if number == self.number and not self.port.owner.held(self._refused, number, reason):
             self.port.refused(self, reason)
 
     # -- messages ------------------------------------------------------------------------------------
@@ -82,11 +86,15 @@ class Link:
 
     def _at_prefill(self, number: int, message: RoomMessage) -> None:
         server = self.server
-        if number == self.number and server is not None and server.owner.alive:
+        if number != self.number or server is None or not server.owner.alive:
+            return
+        if not server.owner.held(self._at_prefill, number, message):
             server.heard(self, number, message)
 
     def _at_decode(self, number: int, message: RoomMessage) -> None:
-        if number == self.number and self.peer is not None and self.port.owner.alive:
+        if number != self.number or self.peer is None or not self.port.owner.alive:
+            return
+        if not self.port.owner.held(self._at_decode, number, message):
             self.port.heard(self.peer, message)
 
     def _carry(self, way: int, action: object, number: int, *args: object) -> None:
@@ -113,6 +121,8 @@ class Link:
 
     def _look(self) -> None:
         """While there is no connection: dial again, and give the peer up if it is wanted and silent for too long."""
+        if self.port.owner.held(self._look):
+            return
         self._watching = False
         if self.peer is not None or self.closed or not self.port.owner.alive:
             return

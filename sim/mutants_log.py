@@ -134,6 +134,21 @@ def no_tombstone() -> Patches:
     return [(Leader, "apply", apply)]
 
 
+def short_tombstone() -> Patches:
+    """The leader's own deletion takes all of the room along, and nobody else's is looked at."""
+    original = Leader.apply
+
+    def apply(self: Leader, update: Update) -> tuple[KVPoll, str] | None:
+        if update.status is None and update.number == self._numbers[update.rank] + 1:
+            self._numbers[update.rank] = update.number
+            if update.rank == 0:
+                self._rooms.pop(update.room, None)
+            return None
+        return original(self, update)
+
+    return [(Leader, "apply", apply)]
+
+
 def failed_forgiven() -> Patches:
     return [(KVPoll, "then", lambda self, new: new)]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from transfer.actions import Peer, ReceiverAction, SenderAction
-from transfer.messages import Finished
+from sim.rank import RankProcess
+from transfer.actions import Peer, ReceiverAction, Send, SenderAction
+from transfer.messages import Destinations, Finished, Stop, Stopped
 from transfer.plan import TransferPlan
 from transfer.receiver import ReceivingSide
 from transfer.receiving_room import Receiving, ReceivingRoom
@@ -113,6 +115,58 @@ def early_destinations_dropped() -> Patches:
         return []
 
     return [(SendingSide, "_park", park)]
+
+
+def no_stop_tombstone() -> Patches:
+    original = SendingSide._on_stop
+
+    def on_stop(self: SendingSide, peer: Peer, message: Stop) -> list[SenderAction]:
+        if message.room not in self._rooms:
+            self._parked.pop(message.room)
+            return [Send(peer, Stopped(message.room))]
+        return original(self, peer, message)
+
+    return [(SendingSide, "_on_stop", on_stop)]
+
+
+def stop_only_answered() -> Patches:
+    original = SendingSide._on_stop
+
+    def on_stop(self: SendingSide, peer: Peer, message: Stop) -> list[SenderAction]:
+        if message.room not in self._rooms:
+            return [Send(peer, Stopped(message.room))]
+        return original(self, peer, message)
+
+    return [(SendingSide, "_on_stop", on_stop)]
+
+
+def no_close_tombstone() -> Patches:
+    original = SendingSide.close
+
+    def close(self: SendingSide, room: str) -> list[SenderAction]:
+        actions = original(self, room)
+        self._over.pop(room)
+        return actions
+
+    return [(SendingSide, "close", close)]
+
+
+def no_parking_tombstone() -> Patches:
+    original = SendingSide._park
+
+    def park(self: SendingSide, peer: Peer, message: Destinations) -> list[SenderAction]:
+        actions = original(self, peer, message)
+        self._over.pop(message.room)
+        return actions
+
+    return [(SendingSide, "_park", park)]
+
+
+def tail_not_lived() -> Patches:
+    def after(self: RankProcess, delay: int, action: Callable[..., object], *args: Any) -> None:
+        self.world.clock.after(delay, action, *args)
+
+    return [(RankProcess, "after_living", after)]
 
 
 def tail_ignored() -> Patches:

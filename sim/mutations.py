@@ -48,7 +48,8 @@ MUTATIONS: dict[str, Mutation] = {
     "ballot_with_verdict": Mutation("a topic's ballot opens in the entry of its verdict", log.ballot_with_verdict),
     "verdict_unchecked": Mutation("a verdict is applied whatever stage its key is in", log.verdict_unchecked, "aborts"),
     "no_tombstone": Mutation("the store forgets a room at its first deletion", log.no_tombstone, "aborts"),
-    "failed_forgiven": Mutation("a later report overwrites FAILED in the store", log.failed_forgiven, "faults"),
+    "short_tombstone": Mutation("the store's tombstone ends when rank 0 deletes", log.short_tombstone, "aborts"),
+    "failed_forgiven": Mutation("a later report overwrites FAILED in the store", log.failed_forgiven, "slow"),
     "reports_after_effects": Mutation(
         "numbered reports wait behind effects that may observe something", log.reports_after_effects, "aborts"
     ),
@@ -84,8 +85,23 @@ MUTATIONS: dict[str, Mutation] = {
     "tail_ignored": Mutation(
         "a destroyed engine is a fence at once, without its tail", transfer.tail_ignored, "transfer"
     ),
+    "tail_not_lived": Mutation(
+        "a dead sender's tail also counts while the rank stands still", transfer.tail_not_lived, "freezes"
+    ),
     "lost_is_dead": Mutation("a peer that falls silent counts as fenced", transfer.lost_is_dead, "transfer"),
     "early_destinations_dropped": Mutation(
         "destinations that overtake the log are dropped", transfer.early_destinations_dropped
+    ),
+    "no_stop_tombstone": Mutation(
+        "a Stop that overtakes the log leaves no tombstone", transfer.no_stop_tombstone, "aborts"
+    ),
+    "stop_only_answered": Mutation(
+        "a Stop that overtakes the log is answered, and that is all", transfer.stop_only_answered, "aborts"
+    ),
+    "no_close_tombstone": Mutation(
+        "a closed room leaves no tombstone for late destinations", transfer.no_close_tombstone, "aborts"
+    ),
+    "no_parking_tombstone": Mutation(
+        "destinations that find no place leave no tombstone", transfer.no_parking_tombstone, "early"
     ),
 }

@@ -14,6 +14,7 @@ from pipeline.local import Observation
 from pipeline.planner import Batch
 from sim.engine import SimEngine
 from sim.link import REDIAL, SILENCE, Link
+from sim.rules import Memory
 from transfer.actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, SenderAction, Submit, Verify
 from transfer.messages import Again, Finished, RoomMessage, Stopped
 from transfer.plan import Topology, TransferPlan
@@ -37,7 +38,9 @@ class SendingPort:
         self.owner, self.topology = owner, topology
         self.identity = Peer(owner.incarnation.name, owner.incarnation.epoch, owner.rank)
         self.sampler = owner.rank == len(topology.shards) - 1
-        self.side = SendingSide(owner.rank, topology, self.sampler, owner.world.case.checksums)
+        case = owner.world.case
+        self.side = SendingSide(owner.rank, topology, self.sampler, case.checksums, parked_rooms=case.parked)
+        self._memory = Memory(owner.name)
         self.engine = SimEngine(owner, self.side, self.apply)
         self._bound: dict[Peer, tuple[Link, int]] = {}
         self._silent: dict[Peer, int] = {}
@@ -47,7 +50,9 @@ class SendingPort:
     def perform(self, effect: RoomEffect) -> None:
         match effect:
             case OpenRoom(key, peer, prompt_len):
-                self.apply(self.side.open(key.room, peer.instance, peer.epoch, prompt_len))
+                actions = self.side.open(key.room, peer.instance, peer.epoch, prompt_len)
+                self._memory.opened(key.room, peer, actions)
+                self.apply(actions)
             case StartSender(room, pages):
                 self.apply(self.side.start(room, pages))
             case FirstToken(room, payload):
@@ -56,6 +61,7 @@ class SendingPort:
             case StopRoom(room, reason):
                 self.apply(self.side.stop(room, reason))
             case CloseRoom(room):
+                self._memory.closed(room)
                 self.apply(self.side.close(room))
             case SendDestinations():
                 raise AssertionError("prefill has no destinations")
@@ -70,6 +76,8 @@ class SendingPort:
             link, number = self._bound.pop(peer)
             if link.number == number:
                 link.break_off()
+        if dead:
+            self._memory.died(instance, epoch)
         self.apply(self.side.peer_lost(instance, epoch, reason, dead))
 
     # -- for the links -------------------------------------------------------------------------------
@@ -89,7 +97,9 @@ class SendingPort:
         if self._bound.get(peer) == (link, number):
             if isinstance(message, Again):
                 self.owner.world.asked_again(self.owner, peer, message.room)
-            self.apply(self.side.on_message(peer, message))
+            actions = self.side.on_message(peer, message)
+            self._memory.heard(message, actions)
+            self.apply(actions)
 
     def lost_sight(self, link: Link) -> None:
         """The connection broke. This end has no way to see it, but it will find the peer silent."""
@@ -99,6 +109,8 @@ class SendingPort:
             self.owner.world.clock.after(REDIAL, self._look, peer)
 
     def _look(self, peer: Peer) -> None:
+        if self.owner.held(self._look, peer):
+            return
         bound = self._bound.get(peer)
         if not self.owner.alive or peer not in self._silent or bound is None:
             return
@@ -121,6 +133,7 @@ class SendingPort:
                 case Send(peer, message):
                     if isinstance(message, Stopped | Finished) and not self.owner.world.case.leased:
                         self.owner.world.fenced(self.owner, peer, message.room, isinstance(message, Stopped))
+                    self._memory.said(message)
                     bound = self._bound.get(peer)
                     if bound is not None and bound[0].number == bound[1]:
                         bound[0].down(bound[1], message)
@@ -137,6 +150,7 @@ class ReceivingPort:
         self.identity = Peer(owner.incarnation.name, owner.incarnation.epoch, owner.rank)
         self.side = ReceivingSide(owner.rank, topology, owner.world.case.checksums, owner.world.case.leased)
         self.granted: dict[str, tuple[int, ...]] = {}  # room → pages
+        self._memory = Memory(owner.name)
         self.links: dict[str, dict[int, Link]] = {}
         self._epoch: dict[str, int] = {}  # that welcomed us
         self._wanted: dict[str, int] = {}  # newest that a room asked for
@@ -147,7 +161,9 @@ class ReceivingPort:
     def perform(self, effect: RoomEffect) -> None:
         match effect:
             case OpenRoom(key, peer, prompt_len):
-                self.apply(self.side.open(key.room, peer.instance, peer.epoch, prompt_len))
+                actions = self.side.open(key.room, peer.instance, peer.epoch, prompt_len)
+                self._memory.opened(key.room, peer, actions)
+                self.apply(actions)
             case SendDestinations(room, pages):
                 self.apply(self.side.send_destinations(room, pages))
             case StopRoom(room, reason):
@@ -163,6 +179,8 @@ class ReceivingPort:
     def peer_lost(self, instance: str, epoch: int, reason: str, dead: bool) -> None:
         if self._epoch.get(instance) == epoch:
             self._forget(instance)
+        if dead:
+            self._memory.died(instance, epoch)
         self.apply(self.side.peer_lost(instance, epoch, reason, dead))
 
     # -- for the links -------------------------------------------------------------------------------

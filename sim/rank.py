@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from consensus.entry import FILL, RELEASE, SPILL, Entry, Return, TokenOut, Trailer
+from consensus.entry import BOOTSTRAP, FILL, RELEASE, SPILL, Entry, Return, TokenOut, Trailer
 from pipeline.effects import (
     Acknowledge,
     CopyFromHost,
@@ -28,24 +28,29 @@ from pipeline.local import Observation
 from pipeline.planner import Batch
 from pipeline.rank import RankCore
 from pipeline.sequencer import Sequencer
+from sim.case import MS
 from sim.channel import Channel
 from sim.clock import Violation
 from sim.kv import KvPool
 from sim.ports import ReceivingPort, SendingPort
+from sim.process import Process
+from sim.rules import watch_store
 
 if TYPE_CHECKING:
     from pipeline.replica import Replica
     from sim.incarnation import Incarnation
 
 
-class RankProcess:
+class RankProcess(Process):
     def __init__(self, incarnation: Incarnation, rank: int, replica: Replica) -> None:
-        self.incarnation, self.rank, self.world = incarnation, rank, incarnation.world
+        super().__init__(incarnation.world)
+        self.incarnation, self.rank = incarnation, rank
         world, plan = self.world, incarnation.plan
         self.name = f"{incarnation.name}#{incarnation.epoch}.{rank}"
-        self.alive = True
         self.core = RankCore(rank, plan.ranks, replica)
         self.sequencer = Sequencer(self.core, plan.ranks, world.clock.now) if rank == 0 else None
+        if self.sequencer is not None:
+            watch_store(self.name, self.sequencer)
         topology = world.topology(incarnation.name)
         self.kv = KvPool(self.name, topology.shards[rank].layers, plan.pages, world.case.page_size)
         self._watch_allocations()
@@ -59,6 +64,7 @@ class RankProcess:
         self._events = Channel(world.clock, world.chance, world.chance.delays.loop, self._executor_event)
         # Copies to and from host memory, among themselves in order, beside the forwards.
         self._copies = Channel(world.clock, world.chance, world.chance.delays.copy, self._end_copy)
+        self.inbound += [self._events, self._copies]
         self._queue: deque[Batch] = deque()
         self.host: dict[str, list[list[int]]] = {}  # room → saved KV
         self._host_used = 0
@@ -66,6 +72,8 @@ class RankProcess:
         self._running: Batch | None = None
         self._waking = False
         self._timer = 0
+        self._slow_until = self._lag = 0
+        self._stutters_until = 0
         self._forward = plan.forward[min(rank, len(plan.forward) - 1)]
 
     @property
@@ -80,9 +88,20 @@ class RankProcess:
 
     def die(self) -> None:
         """The process is gone. What its engine had on the way may still land for a while."""
-        self.alive = False
+        super().die()
         if isinstance(self.port, SendingPort):
             self.world.clock.after(self.world.case.tail, self.port.engine.bury)
+
+    # -- being slow, being unreliable -------------------------------------------------------------------
+
+    def slow_down(self, until: int, per_frame: int) -> None:
+        """Only rank 0 reads from everybody."""
+        self._slow_until, self._lag = until, per_frame
+        for channel in self.inbound:
+            channel.slow_down(until, per_frame)
+
+    def stutter(self, until: int) -> None:
+        self._stutters_until = until
 
     # -- what arrives --------------------------------------------------------------------------------
 
@@ -115,6 +134,16 @@ class RankProcess:
         if not self.alive:
             return
         self.world.noticed(self, observation)
+        self._observed(observation)
+        if self._stutters_until > self.world.clock.now:
+            good = observation.good or observation.topic == BOOTSTRAP
+            again = Observation(observation.room, observation.topic, good, observation.reason, observation.payload,
+                                observation.stage_seq)  # fmt: skip
+            self.world.clock.after(self.world.chance.between((1, 5 * MS)), self._observed, again)
+
+    def _observed(self, observation: Observation) -> None:
+        if not self.alive or self.held(self._observed, observation):
+            return
         if self.sequencer is not None:
             self.sequencer.observe(observation)
             self.wake()
@@ -126,7 +155,10 @@ class RankProcess:
     def wake(self) -> None:
         if not self._waking:
             self._waking = True
-            self.world.clock.after(self.world.chance.between(self.world.chance.delays.loop), self._advance)
+            delay = self.world.chance.between(self.world.chance.delays.loop)
+            if self._slow_until > self.world.clock.now:
+                delay += self._lag
+            self.world.clock.after(delay, self._advance)
 
     def _on_timer(self, due: int) -> None:
         if due == self._timer:
@@ -134,6 +166,8 @@ class RankProcess:
             self._advance()
 
     def _advance(self) -> None:
+        if self.held(self._advance):
+            return
         self._waking = False
         sequencer, clock = self.sequencer, self.world.clock
         if not self.alive:
@@ -216,7 +250,7 @@ class RankProcess:
         return saved
 
     def _end_forward(self, batch: Batch) -> None:
-        if not self.alive:
+        if not self.alive or self.held(self._end_forward, batch):
             return
         self._running = None
         for row in batch.rows:

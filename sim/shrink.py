@@ -69,6 +69,8 @@ def candidates(case: Case) -> Iterator[Case]:
             yield replace(case, requests=(*case.requests[:index], plainer, *case.requests[index + 1 :]))
     if case.capacity is not None:
         yield replace(case, capacity=None)
+    if case.parked < 1024:
+        yield replace(case, parked=1024)
     if case.delays.straggler:
         yield replace(case, delays=replace(case.delays, straggler=0.0))
     plain = Delays()

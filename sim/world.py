@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from consensus.entry import Key
 from consensus.recorder import story
-from sim.case import SECOND, Case, RequestPlan
+from sim.case import HURRY, SECOND, Case, RequestPlan
 from sim.channel import Channel
 from sim.clock import Chance, Clock, Violation
 from sim.coverage import Coverage
@@ -73,7 +73,6 @@ class World:
         self.busy_until = max((request.at for request in case.requests), default=0)
         self.busy_until = max(self.busy_until, schedule_faults(self))
         self._probed = False
-        self._settled = False
         self.clock.at(self.busy_until, self._look)
 
     # -- running -------------------------------------------------------------------------------------
@@ -81,8 +80,8 @@ class World:
     def run(self) -> Result:
         result = Result(self.case, coverage=self.coverage, world=self)
         try:
-            self.clock.run(MOST_EVENTS, lambda: self._settled)
-            if not self._settled:
+            self.clock.run(MOST_EVENTS)
+            if not self.clock.stopped:
                 raise Violation(f"no end after {self.clock.events} events")
         except Violation as violation:
             result.violation = str(violation)
@@ -109,7 +108,7 @@ class World:
             self._probe()
         elif not (left := self._leftovers()):
             self._judge()
-            self._settled = True
+            self.clock.stop()
             return
         elif self.clock.now > self.busy_until + 2 * PATIENCE:
             raise Violation(f"left behind after the last request: {left[:8]}")
@@ -137,13 +136,15 @@ class World:
             raise Violation("; ".join(bad[:3]))
         for incarnation in self._incarnations.values():
             incarnation.check_outboxes()
-        hurried = any(plan.stage_timeout < 30 * SECOND for plan in self.plans.values())
+        hurried = any(plan.stage_timeout < HURRY for plan in self.plans.values())
         for name, client in self.gateway.clients.items():
             if hurried or not name.startswith("probe"):
                 continue
             reasons = [attempt.merge.finish for attempt in client.attempts]
-            # An engine that an earlier fault doomed may take a probe's write with it: one more attempt, no more.
-            doomed = [reason for reason in reasons if reason and "engine was replaced" in reason.reason]
+            # An engine that an earlier fault doomed may take a probe's write with it, and a rank that parks next
+            # to nothing refuses one that comes early: one more attempt, no more.
+            excuses = ("engine was replaced", "too many destinations")
+            doomed = [reason for reason in reasons if reason and any(why in reason.reason for why in excuses)]
             if client.outcome != "ok" or len(reasons) > 1 + len(doomed[:1]):
                 raise Violation(f"{name} after all faults were over: {client.outcome}, {reasons}")
 
