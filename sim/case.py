@@ -111,6 +111,7 @@ class Case:
     page_size: int = 4
     capacity: int | None = None  # of each ring channel: None unbounded, else frames on the way at once
     checksums: bool = False
+    skew: int = 0  # by which the clocks of instances may differ
     leased: bool = False  # decode's engine checks each write against a lease, and a revoked one is a fence
     tail: int = 2 * SECOND  # for which a dead process's writes may still land
     retries: int = 6

@@ -39,6 +39,7 @@ from sim.case import (
     RequestPlan,
 )
 
+DAY = 86_400 * SECOND
 PAGES = (4, 6, 8, 12, 24)
 ON_WRITES = (FAIL_QUIET, FAIL_LATE, STALL, LOSE, CORRUPT)
 BLINKS = "blinks"  # cuts that are too short to fail anything
@@ -60,6 +61,7 @@ class Profile:
     parked: tuple[int, ...] = ()  # bounds of a prefill rank's early destinations; none: the default
     checksums: bool = False
     leased: bool = False
+    skew: int = 0
 
 
 # The profiles, from gentle to rough: "grow" makes running requests outgrow the pool, "prompts" has prompts
@@ -77,14 +79,25 @@ PROFILES = {
     "grow": Profile(0.3, (HOLD_RELAY, STALL, CRASH), 0.4, 0.1, 0.1, 4, (4, 10), 6, (0.3, 0.7), (8,), (8,)),
     "blinks": Profile(1.0, (BLINKS, STALL, HOLD_REPORTS), 0.3, 0.0, 0.0, 3, (4, 12)),
     "prompts": Profile(0.0, (), 0.2, 0.0, 0.1, 3, (6, 12), 40, (0.0, 3.0), (4, 6), (24, 48)),
-    "corrupt": Profile(1.0, (CORRUPT, CORRUPT, CUT, STALL, HOLD_REPORTS), 0.3, 0.0, 0.1, 4, (4, 12), checksums=True),
+    "corrupt": Profile(
+        1.0, (CORRUPT, CORRUPT, CUT, STALL, HOLD_REPORTS), 0.3, 0.0, 0.1, 4, (4, 12), checksums=True, skew=DAY
+    ),
     "leases": Profile(
-        1.0, (FAIL_QUIET, FAIL_LATE, STALL, LOSE, CUT, CRASH), 0.6, 0.1, 0.0, 3, (4, 12), checksums=True, leased=True
+        1.0,
+        (FAIL_QUIET, FAIL_LATE, STALL, LOSE, CUT, CRASH),
+        0.6,
+        0.1,
+        0.0,
+        3,
+        (4, 12),
+        checksums=True,
+        leased=True,
+        skew=DAY,
     ),
     "zero": Profile(0.3, (HOLD_RELAY, HOLD_BACK, HOLD_REPORTS), 0.5, 0.1, 1.0, 6, (6, 20)),
     "freezes": Profile(1.0, (FREEZE, FREEZE, FREEZE, STALL, LOSE, KILL_RANK), 0.4, 0.1, 0.2, 4, (4, 12)),
     "slow": Profile(1.0, (SLOW, SLOW, STUTTER, STUTTER, HOLD_RELAY, FAIL_QUIET), 0.5, 0.1, 0.2, 4, (6, 20)),
-    "operators": Profile(1.0, (DRAIN, ADMIN), 0.3, 0.1, 0.1, 3, (6, 16)),
+    "operators": Profile(1.0, (DRAIN, ADMIN), 0.3, 0.1, 0.1, 3, (6, 16), skew=DAY),
     "early": Profile(1.0, (HOLD_RELAY, HOLD_RELAY, STALL), 0.6, 0.1, 0.0, 4, (6, 20), parked=(1, 2, 4)),
 }
 
@@ -111,6 +124,7 @@ def draw(seed: int, profile: str = "mixed") -> Case:
         page_size=page_size,
         checksums=chosen.checksums,
         leased=chosen.leased,
+        skew=chosen.skew,
         capacity=random.choice((0, 1)) if random.random() < chosen.bounded else None,
         tail=random.choice((200 * MS, 2 * SECOND)),
         parked=random.choice(chosen.parked) if chosen.parked else 1024,

@@ -47,12 +47,17 @@ class Incarnation:
             stage_timeout=plan.stage_timeout,
             max_requests=1000,
         )
+        self._skew = int(world.chance.draw() * world.case.skew) if world.case.skew else 0
         kind = PrefillReplica if is_prefill else DecodeReplica
         self.ranks = [RankProcess(self, rank, kind(config)) for rank in range(plan.ranks)]
         self.verdicts = OneVerdict(name)
         world.coverage.watch(self.ranks[0].core.replica, "prefill" if is_prefill else "decode", self.verdicts.look)
         self.channels = self._connect() if plan.ranks > 1 else []
         world.clock.after(0, self.ranks[0].wake)
+
+    def now(self) -> int:
+        """By its own clock, which runs like all others and shows something else."""
+        return self.world.clock.now + self._skew
 
     def _connect(self) -> list[Channel]:
         world, capacity, bounds = self.world, self.world.case.capacity, self.world.chance.delays.ring

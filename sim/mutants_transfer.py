@@ -31,6 +31,35 @@ def early_decode() -> Patches:
     return [(ReceivingRoom, "finished", finished)]
 
 
+def damage_ignored() -> Patches:
+    original = ReceivingSide.verified
+
+    def verified(self: ReceivingSide, room: str, source: int, number: int, sound: bool) -> list[ReceiverAction]:
+        return original(self, room, source, number, True)
+
+    return [(ReceivingSide, "verified", verified)]
+
+
+def fenced_while_asked_again() -> Patches:
+    original = ReceivingRoom.verified
+
+    def verified(self: ReceivingRoom, source: int, number: int, sound: bool) -> list[ReceiverAction]:
+        fenced = source in self.origins and self.origins[source].fenced
+        actions = original(self, source, number, sound)
+        if fenced:
+            self.origins[source].fenced = True
+        return actions
+
+    return [(ReceivingRoom, "verified", verified)]
+
+
+def lease_not_awaited() -> Patches:
+    def unfenced(self: ReceivingRoom) -> int:
+        return 0 if self._sent is None else sum(not origin.fenced for origin in self.origins.values())
+
+    return [(ReceivingRoom, "unfenced", property(unfenced))]
+
+
 def no_sampler() -> Patches:
     original = ReceivingRoom.ready
 

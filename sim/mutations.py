@@ -92,6 +92,11 @@ MUTATIONS: dict[str, Mutation] = {
     "early_destinations_dropped": Mutation(
         "destinations that overtake the log are dropped", transfer.early_destinations_dropped
     ),
+    "damage_ignored": Mutation("checksums are compared in vain", transfer.damage_ignored, "corrupt"),
+    "fenced_while_asked_again": Mutation(
+        "a source counts as quiet while it writes a damaged slice again", transfer.fenced_while_asked_again, "corrupt"
+    ),
+    "lease_not_awaited": Mutation("under a lease, the sender's word is a fence", transfer.lease_not_awaited, "leases"),
     "no_stop_tombstone": Mutation(
         "a Stop that overtakes the log leaves no tombstone", transfer.no_stop_tombstone, "aborts"
     ),

@@ -48,7 +48,7 @@ class RankProcess(Process):
         world, plan = self.world, incarnation.plan
         self.name = f"{incarnation.name}#{incarnation.epoch}.{rank}"
         self.core = RankCore(rank, plan.ranks, replica)
-        self.sequencer = Sequencer(self.core, plan.ranks, world.clock.now) if rank == 0 else None
+        self.sequencer = Sequencer(self.core, plan.ranks, incarnation.now()) if rank == 0 else None
         if self.sequencer is not None:
             watch_store(self.name, self.sequencer)
         topology = world.topology(incarnation.name)
@@ -169,21 +169,21 @@ class RankProcess(Process):
         if self.held(self._advance):
             return
         self._waking = False
-        sequencer, clock = self.sequencer, self.world.clock
+        sequencer, now = self.sequencer, self.incarnation.now()
         if not self.alive:
             return
         assert sequencer is not None
-        while (effects := sequencer.next_entry(clock.now, clock.now)) is not None:
+        while (effects := sequencer.next_entry(now, now)) is not None:
             self.incarnation.after_apply(self)
             self.perform(effects)
         if sequencer.window.full:
             return  # the next acknowledgement wakes it
         due = sequencer.wake_at()
-        if due <= clock.now:
-            raise Violation(f"{self.name} has nothing to write, and yet would spin until {due} at {clock.now}")
+        if due <= now:
+            raise Violation(f"{self.name} has nothing to write, and yet would spin until {due} at {now}")
         if not self._timer or due < self._timer:
             self._timer = due
-            clock.at(due, self._on_timer, due)
+            self.world.clock.after(due - now, self._on_timer, due)
 
     # -- effects -------------------------------------------------------------------------------------
 

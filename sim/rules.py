@@ -119,7 +119,7 @@ def inspect(process: RankProcess) -> None:
     replica.count_requests()
     if process.sequencer is not None:
         process.sequencer.queues()
-        process.sequencer.stalled(process.world.clock.now)
+        process.sequencer.stalled(process.incarnation.now())
     state = msgspec.msgpack.encode(snapshot.take(type(replica)(replica.config)))
     header = Header(process.incarnation.name, process.name, process.incarnation.epoch, process.rank, state, "asked for")
     frames = [recorder.frame(header), *map(recorder.frame, core.recorder.records())]
