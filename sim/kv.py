@@ -7,7 +7,9 @@ that are still on their way, so that giving such a page to anyone is seen at onc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+from zlib import crc32
 
 from sim.clock import Violation
 
@@ -62,7 +64,7 @@ class KvPool:
         for layer in range(*layers):
             tags = self.tags[layer - self.first]
             for at, count in spans:
-                found += (hash(tuple(tags[at : at + count])) & (1 << 64) - 1).to_bytes(8, "big")
+                found += crc32(array("q", tags[at : at + count]).tobytes()).to_bytes(4, "big")
         return bytes(found)
 
     def save(self, pages: Sequence[int]) -> list[list[int]]:
