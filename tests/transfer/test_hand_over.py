@@ -42,6 +42,21 @@ def ranks(made: World) -> list[tuple[str, int]]:
     ]
 
 
+def close_all(made: World) -> None:
+    """Each room has told of its release on each rank that has it, and once closed it is forgotten."""
+    for room in made.rooms.values():
+        for rank, receiver in enumerate(made.receivers):
+            if room.name in [status.room for status in receiver.rooms()]:
+                assert made.told[DECODE, rank, room.name, "release"].good
+                made.received(rank, receiver.close(room.name))
+        for rank, sender in enumerate(made.senders):
+            if room.written[rank] >= 0:
+                assert made.told[PREFILL, rank, room.name, "release"].good
+                made.sent(rank, sender.close(room.name))
+    assert not any(side.rooms() for side in made.senders)
+    assert not any(side.rooms() for side in made.receivers)
+
+
 @given(sizes, sizes, seeds)
 @settings(max_examples=80, deadline=None)
 def test_every_byte_lands_and_each_end_is_told_once(prefill: int, decode: int, seed: int) -> None:
@@ -69,17 +84,7 @@ def test_a_stopped_room_is_released_everywhere_once_nothing_can_land(prefill: in
         if not room.stopped:
             made.stop(room)
     made.settle()
-    for room in made.rooms.values():
-        for rank, receiver in enumerate(made.receivers):
-            if room.name in [status.room for status in receiver.rooms()]:
-                assert made.told[DECODE, rank, room.name, "release"].good
-                made.received(rank, receiver.close(room.name))
-        for rank, sender in enumerate(made.senders):
-            if room.written[rank] >= 0:
-                assert made.told[PREFILL, rank, room.name, "release"].good
-                made.sent(rank, sender.close(room.name))
-    assert not any(sender.rooms() for sender in made.senders)
-    assert not any(receiver.rooms() for receiver in made.receivers)
+    close_all(made)
 
 
 @given(sizes, sizes, seeds)
@@ -137,17 +142,7 @@ def test_replaced_engines_release_everything_and_no_late_write_meets_a_released_
     made.settle_engines()
     made.settle()
     assert sum(side.unproven() + side.trailing() + side.in_flight() for side in made.senders) == 0
-    for room in made.rooms.values():
-        for rank, receiver in enumerate(made.receivers):
-            if room.name in [status.room for status in receiver.rooms()]:
-                assert made.told[DECODE, rank, room.name, "release"].good
-                made.received(rank, receiver.close(room.name))
-        for rank, sender in enumerate(made.senders):
-            if room.written[rank] >= 0:
-                assert made.told[PREFILL, rank, room.name, "release"].good
-                made.sent(rank, sender.close(room.name))
-    assert not any(side.rooms() for side in made.senders)
-    assert not any(side.rooms() for side in made.receivers)
+    close_all(made)
 
 
 @given(sizes, sizes, seeds)
@@ -197,14 +192,4 @@ def test_under_leases_no_write_lands_after_the_release_whatever_the_sender_says(
             made.stop(room)
     made.settle()
     assert not made.granted, "every lease has ended"
-    for room in made.rooms.values():
-        for rank, receiver in enumerate(made.receivers):
-            if room.name in [status.room for status in receiver.rooms()]:
-                assert made.told[DECODE, rank, room.name, "release"].good
-                made.received(rank, receiver.close(room.name))
-        for rank, sender in enumerate(made.senders):
-            if room.written[rank] >= 0:
-                assert made.told[PREFILL, rank, room.name, "release"].good
-                made.sent(rank, sender.close(room.name))
-    assert not any(sender.rooms() for sender in made.senders)
-    assert not any(receiver.rooms() for receiver in made.receivers)
+    close_all(made)

@@ -128,6 +128,41 @@ class Completions:
                 os.close(self.fd)
 
 
+class Outstanding:
+    """Handles that were submitted and not reported yet, bounded. The caller's thread only."""
+
+    def __init__(self, completions: Completions, counters: EngineCounters, most: int) -> None:
+        self._completions, self._counters, self._most = completions, counters, most
+        self._handles: dict[int, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def admit(self, handle: int, writes: Sequence[Write]) -> bool:
+        """False: there are too many, and it is completed as such."""
+        assert handle not in self._handles, f"handle {handle} is in use"
+        self._handles[handle] = None
+        self._counters.handles_submitted += 1
+        if len(self._handles) > self._most:
+            self._completions.put([Completion(handle, "too many transfers are outstanding", quiet=True)])
+            return False
+        self._counters.bytes_submitted += sum(write[2] for write in writes)
+        return True
+
+    def poll(self) -> list[Completion]:
+        taken = self._completions.take()
+        for completion in taken:
+            self._handles.pop(completion.handle, None)
+        return taken
+
+    def give_up(self, reason: str) -> list[Completion]:
+        """Whatever is outstanding is of unknown fate."""
+        self._counters.handles_unknown += len(self._handles)
+        lost = [Completion(handle, reason) for handle in self._handles]
+        self._handles.clear()
+        return lost
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     backend: str

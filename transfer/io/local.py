@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..regions import Write
-from .engine import Completion, Completions, EngineCounters, EngineError
+from .engine import Completion, Completions, EngineCounters, EngineError, Outstanding
+
+MOST_HANDLES = 4096
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class LocalEngine:
         self._completions = Completions()
         self._endpoint = f"local/1 {os.getpid()}".encode()
         self._peers: dict[str, bytes] = {}
-        self._unreported: dict[int, None] = {}
+        self._outstanding = Outstanding(self._completions, self.counters, MOST_HANDLES)
 
     @property
     def completion_fd(self) -> int:
@@ -76,7 +78,7 @@ class LocalEngine:
 
     @property
     def handles_outstanding(self) -> int:
-        return len(self._unreported)
+        return len(self._outstanding)
 
     def register(self, address: int, nbytes: int, descriptor: int | None = None) -> None:
         if address == 0 or nbytes <= 0:
@@ -90,10 +92,8 @@ class LocalEngine:
             self._peers[peer_key] = endpoint
 
     def submit(self, handle: int, peer_key: str, writes: Sequence[Write], lease: str) -> None:
-        assert handle not in self._unreported, f"handle {handle} is in use"
-        self._unreported[handle] = None
-        self.counters.handles_submitted += 1
-        self.counters.bytes_submitted += sum(write[2] for write in writes)
+        if not self._outstanding.admit(handle, writes):
+            return
         if peer_key not in self._peers:
             self._completions.put([Completion(handle, "the peer is not connected", quiet=True)])
             return
@@ -107,10 +107,7 @@ class LocalEngine:
         self._completions.put([Completion(handle, reason)])
 
     def poll(self) -> list[Completion]:
-        taken = self._completions.take()
-        for completion in taken:
-            self._unreported.pop(completion.handle, None)
-        return taken
+        return self._outstanding.poll()
 
     def drop(self, peer_key: str) -> None:
         self._peers.pop(peer_key, None)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
 from ..regions import Write
-from .engine import Completion, Completions, EngineCounters, EngineError
+from .engine import Completion, Completions, EngineCounters, EngineError, Outstanding
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ class OwnedThread:
         self.name = driver.name
         self.counters = driver.counters
         self._driver = driver
-        self._longest_call, self._max_handles = longest_call, max_handles
+        self._longest_call = longest_call
         self._entered = 0.0  # when the call that the thread is in began
         self._completions = Completions()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._unreported: dict[int, None] = {}  # the caller's thread only
+        self._outstanding = Outstanding(self._completions, self.counters, max_handles)
         self._destroyed = False
         self._thread = threading.Thread(target=self._run, name=f"transfer-{driver.name}", daemon=True)
         self._thread.start()
@@ -76,7 +76,7 @@ class OwnedThread:
 
     @property
     def handles_outstanding(self) -> int:
-        return len(self._unreported)
+        return len(self._outstanding)
 
     # ---- the start: these wait for the thread
 
@@ -92,26 +92,16 @@ class OwnedThread:
         self._commands.put(lambda: self._driver.connect(peer_key, endpoint))
 
     def submit(self, handle: int, peer_key: str, writes: Sequence[Write], lease: str) -> None:
-        assert handle not in self._unreported, f"handle {handle} is in use"
-        self._unreported[handle] = None
-        self.counters.handles_submitted += 1
-        if len(self._unreported) > self._max_handles:
-            self._completions.put([Completion(handle, "too many transfers are outstanding", quiet=True)])
-            return
-        self.counters.bytes_submitted += sum(write[2] for write in writes)
-        self._commands.put(lambda: self._begin(handle, peer_key, writes))
+        if self._outstanding.admit(handle, writes):
+            self._commands.put(lambda: self._begin(handle, peer_key, writes))
 
     def poll(self) -> list[Completion]:
-        taken = self._completions.take()
-        for completion in taken:
-            self._unreported.pop(completion.handle, None)
+        taken = self._outstanding.poll()
         entered = self._entered
-        if entered and self._unreported and time.monotonic() - entered > self._longest_call:
+        if entered and self._outstanding and time.monotonic() - entered > self._longest_call:
             reason = f"{self.name} has been in one call for {self._longest_call:.0f} s"
-            log.error("%s: %d transfers are of unknown fate", reason, len(self._unreported))
-            self.counters.handles_unknown += len(self._unreported)
-            taken += [Completion(handle, reason) for handle in self._unreported]
-            self._unreported.clear()
+            log.error("%s: %d transfers are of unknown fate", reason, len(self._outstanding))
+            taken += self._outstanding.give_up(reason)
         return taken
 
     def drop(self, peer_key: str) -> None:

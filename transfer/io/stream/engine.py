@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ...regions import Write
-from ..engine import Area, Completion, Completions, EngineCounters, EngineError
+from ..engine import Area, Completion, Completions, EngineCounters, EngineError, Outstanding
 from .areas import Areas, Lease
 from .fence import require_sealed, seal
 from .host import MAX_REGIONS, MemoryHost
@@ -65,9 +65,8 @@ class StreamEngine:
     def __init__(self, host: str, handle_deadline: float, shared_memory: bool = True, max_handles: int = 4096) -> None:
         """Listens on a free port of `host`. `shared_memory`: offer and use it. Raises `EngineError`."""
         self.counters = EngineCounters()
-        self._max_handles = max_handles
         self._completions = Completions()
-        self._unreported: dict[int, None] = {}  # the caller's thread only
+        self._outstanding = Outstanding(self._completions, self.counters, max_handles)
         self._incarnation = secrets.token_bytes(INCARNATION_BYTES)
         self._boot = boot_id() if shared_memory else ""
         self._areas: list[Area] = []
@@ -96,7 +95,7 @@ class StreamEngine:
 
     @property
     def handles_outstanding(self) -> int:
-        return len(self._unreported)
+        return len(self._outstanding)
 
     @property
     def receiver_counters(self) -> ReceiverCounters:
@@ -160,20 +159,11 @@ class StreamEngine:
         self._loop.call(lambda: self._connect(peer_key, endpoint))
 
     def submit(self, handle: int, peer_key: str, writes: Sequence[Write], lease: str) -> None:
-        assert handle not in self._unreported, f"handle {handle} is in use"
-        self._unreported[handle] = None
-        self.counters.handles_submitted += 1
-        if len(self._unreported) > self._max_handles:
-            self._completions.put([Completion(handle, "too many transfers are outstanding", quiet=True)])
-            return
-        self.counters.bytes_submitted += sum(write[2] for write in writes)
-        self._loop.call(lambda: self._begin(handle, peer_key, writes, lease))
+        if self._outstanding.admit(handle, writes):
+            self._loop.call(lambda: self._begin(handle, peer_key, writes, lease))
 
     def poll(self) -> list[Completion]:
-        taken = self._completions.take()
-        for completion in taken:
-            self._unreported.pop(completion.handle, None)
-        return taken
+        return self._outstanding.poll()
 
     def drop(self, peer_key: str) -> None:
         self._loop.call(lambda: self._drop(peer_key, "the peer was dropped"))
