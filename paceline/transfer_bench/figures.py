@@ -50,6 +50,7 @@ class ComputeFigure(msgspec.Struct, frozen=True):
     backend: str
     slowdown_by_idle_engine: float
     slowdown_by_transfers: float
+    slowdown_by_paced: float
     bytes_per_second: float
 
 
@@ -118,5 +119,6 @@ def compute_figures(slices: Sequence[ComputeSlice]) -> list[ComputeFigure]:
         idle = median(one.without_engine / one.alone for one in own)
         busy = median(one.alone / one.beside_transfers for one in own)
         rate = median(one.transferred_per_second for one in own)
-        result.append(ComputeFigure(backend, idle, busy, rate))
+        paced = median(one.alone / one.beside_paced for one in own)
+        result.append(ComputeFigure(backend, idle, busy, paced, rate))
     return result

@@ -21,7 +21,10 @@ WHOLE, CHUNKS = "whole", "chunks"
 REPEAT_BYTES, MOST_REPEATS = 128 << 20, 10  # small prompts are repeated inside a round
 IDLE_SECONDS = 3.0
 SLICE_SECONDS = 1.0
+PACED_SECONDS = 2.0
 COMPUTE_THREADS = 2
+PACE = 100e6  # bytes per second: several times the KV that a CPU computes in that time
+PACED_TOKENS = 256  # small enough for several in a slice
 
 Say = Callable[[str], None]
 
@@ -42,8 +45,9 @@ class ComputeSlice(msgspec.Struct, frozen=True):
     round: int
     without_engine: float  # matrix products per second in a process without any engine
     alone: float  # in the sender, its engine idle
-    beside_transfers: float
+    beside_transfers: float  # back to back, as fast as they go
     transferred_per_second: float  # bytes, meanwhile
+    beside_paced: float  # at a rate of `PACE`
 
 
 class Tail(msgspec.Struct, frozen=True):
@@ -131,7 +135,9 @@ def compute(
             alone = _slice(pair, SLICE_SECONDS, lambda: time.sleep(0.01))[0]
             beside, moved, took = _slice(pair, SLICE_SECONDS, lambda pair=pair: pair.prompt(tokens, chunk))  # type: ignore[misc]
             rate = moved * shape.prompt_bytes(tokens) / took
-            yield ComputeSlice(pair.name, number, without, alone, beside, rate)
+            paced = _slice(pair, PACED_SECONDS, _paced(pair, shape, min(tokens, PACED_TOKENS), chunk))[0]
+            again = _slice(pair, SLICE_SECONDS, lambda: time.sleep(0.01))[0]
+            yield ComputeSlice(pair.name, number, without, (alone + again) / 2, beside, rate, paced)
         say(f"compute, round {number + 1} of {count}")
 
 
@@ -159,6 +165,19 @@ def _cpu(pair: Pair) -> tuple[float, float]:
         process.ask(Cpu())
     sender, receiver = (process.answer(CpuSeconds).seconds for process in pair.processes)
     return sender, receiver
+
+
+def _paced(pair: Pair, shape: Shape, tokens: int, chunk: int) -> Callable[[], object]:
+    """Hands over prompts at the rate of `PACE`."""
+    began, moved = time.monotonic(), 0
+
+    def once() -> None:
+        nonlocal moved
+        pair.prompt(tokens, chunk)
+        moved += shape.prompt_bytes(tokens)
+        time.sleep(max(0.0, began + moved / PACE - time.monotonic()))
+
+    return once
 
 
 def _slice(pair: Pair, seconds: float, meanwhile: Callable[[], object]) -> tuple[float, int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .figures import ComputeFigure, Figure, Ratios, TailFigure
-from .measure import CHUNKS, WHOLE, IdleCpu
+from .measure import CHUNKS, PACE, WHOLE, IdleCpu
 from .shape import Shape
 
 NAMES = {
@@ -32,10 +32,10 @@ def render(
     lines += [f"  {one.backend:17} {100 * one.sender:7.2f} {100 * one.receiver:9.2f}" for one in idle]
     if compute:
         lines += ["", "a matmul loop of 2 threads in the sender is slower by a factor of"]
-        lines.append("                      idle engine  transfers       at GB/s")
+        lines.append(f"                      idle engine  at {PACE / 1e6:.0f} MB/s  back to back  GB/s then")
         lines += [
-            f"  {one.backend:17} {one.slowdown_by_idle_engine:13.2f} {one.slowdown_by_transfers:10.2f} "
-            f"{one.bytes_per_second / 1e9:13.2f}"
+            f"  {one.backend:17} {one.slowdown_by_idle_engine:13.2f} {one.slowdown_by_paced:12.2f} "
+            f"{one.slowdown_by_transfers:13.2f} {one.bytes_per_second / 1e9:10.2f}"
             for one in compute
         ]
     if tails:

@@ -171,6 +171,6 @@ def test_without_a_library_the_engine_is_the_best_there_is() -> None:
 
 
 def test_a_slowdown_is_the_median_of_the_paired_slices() -> None:
-    slices = [ComputeSlice("nixl", n, 100 * s, 80 * s, 40 * s, 1e9) for n, s in enumerate((1.0, 0.1, 3.0))]
+    slices = [ComputeSlice("nixl", n, 100 * s, 80 * s, 40 * s, 1e9, 64 * s) for n, s in enumerate((1.0, 0.1, 3.0))]
     (figure,) = compute_figures(slices)
-    assert (figure.slowdown_by_idle_engine, figure.slowdown_by_transfers) == (1.25, 2.0)
+    assert (figure.slowdown_by_idle_engine, figure.slowdown_by_transfers, figure.slowdown_by_paced) == (1.25, 2.0, 1.25)
