@@ -32,13 +32,16 @@ class Unreachable:
 
 
 class Bootstrap:
-    """One outstanding question per instance; answers come out of `answers()` when `fd` is readable."""
+    """One outstanding question per instance; answers come out of `answers()` when `fd` is readable.
+
+    An instance that is named with another address is asked there at once: it may have moved to another host,
+    and what its old address still says, if only that it cannot be reached, means nothing any more."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._answers: queue.SimpleQueue[Found | Unreachable] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[grpc.Future, Found | Unreachable]] = queue.SimpleQueue()
         self._channels: dict[str, grpc.Channel] = {}
-        self._asking: dict[str, grpc.Future] = {}
+        self._asking: dict[str, tuple[str, grpc.Future]] = {}
 
     @property
     def asking(self) -> int:
@@ -46,13 +49,16 @@ class Bootstrap:
 
     def ask(self, instance: str, address: str, epoch: int) -> None:
         """`epoch` 0 accepts any incarnation; another one than the expected is an error that names both."""
-        if instance in self._asking:
+        before, question = self._asking.get(instance, ("", None))
+        if before == address:
             return
         if address not in self._channels:
             self._channels[address] = grpc.insecure_channel(address, options=list(KEEPALIVE))
         stub = bootstrap_pb2_grpc.BootstrapStub(self._channels[address])
         call = stub.Describe.future(bootstrap_pb2.DescribeRequest(), timeout=DEADLINE, wait_for_ready=True)
-        self._asking[instance] = call
+        self._asking[instance] = (address, call)
+        if question is not None:
+            question.cancel()
         call.add_done_callback(lambda done: self._answered(instance, address, epoch, done))
 
     def answers(self) -> list[Found | Unreachable]:
@@ -62,9 +68,10 @@ class Bootstrap:
             return []
         found: list[Found | Unreachable] = []
         while not self._answers.empty():
-            answer = self._answers.get_nowait()
-            self._asking.pop(answer.instance, None)
-            found.append(answer)
+            call, answer = self._answers.get_nowait()
+            if self._asking.get(answer.instance, ("", None))[1] is call:
+                del self._asking[answer.instance]
+                found.append(answer)
         return found
 
     def close(self) -> None:
@@ -73,13 +80,15 @@ class Bootstrap:
 
     def _answered(self, instance: str, address: str, epoch: int, call: grpc.Future) -> None:
         """On a gRPC thread: only judges the answer and hands it over."""
+        answer: Found | Unreachable
         try:
-            self._answers.put(_judge(instance, epoch, call.result()))
+            answer = _judge(instance, epoch, call.result())
         except grpc.RpcError as error:
             details = error.details() if isinstance(error, grpc.Call) else str(error)
-            self._answers.put(Unreachable(instance, f"{instance} at {address} did not answer: {details}"))
-        except Exception as error:  # a cancelled call at shutdown, or a malformed answer
-            self._answers.put(Unreachable(instance, f"{instance} at {address}: {type(error).__name__}: {error}"))
+            answer = Unreachable(instance, f"{instance} at {address} did not answer: {details}")
+        except Exception as error:  # a cancelled call, or a malformed answer
+            answer = Unreachable(instance, f"{instance} at {address}: {type(error).__name__}: {error}")
+        self._answers.put((call, answer))
         os.eventfd_write(self.fd, 1)
 
 
