@@ -11,6 +11,7 @@ on. Which page belongs to whom is not this module's business.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import weakref
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # bytes
 Kind = Literal["k", "v"]
@@ -47,8 +50,8 @@ class KVPool:
         dtype: torch.dtype,
         shared: bool = False,
     ) -> None:
-        """`shared`: other processes that are given `descriptor` can map it. Raises `ValueError` for a geometry
-        without a page, token or layer."""
+        """`shared`: other processes that are given `descriptor` can map it, where the system allows that. Raises
+        `ValueError` for a geometry without a page, token or layer."""
         if min(len(layers), pages, page_size, kv_heads, head_dim) < 1:
             raise ValueError(
                 f"a KV pool needs at least one of everything; asked were {len(layers)} layers, {pages} pages of "
@@ -62,9 +65,9 @@ class KVPool:
         self.nbytes = 2 * len(layers) * stride
         self.descriptor: int | None = None  # of the file behind `memory`, if it is shared
         if shared:
-            self.descriptor = os.memfd_create("kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.descriptor = _file_in_memory(self.nbytes)
+        if self.descriptor is not None:
             weakref.finalize(self, os.close, self.descriptor)
-            os.ftruncate(self.descriptor, self.nbytes)
             allocation = torch.frombuffer(mmap.mmap(self.descriptor, self.nbytes), dtype=torch.uint8)
         else:
             allocation = torch.zeros(self.nbytes + ALIGNMENT, dtype=torch.uint8)
@@ -100,6 +103,22 @@ class KVPool:
             Region(layer, kind, tensor.data_ptr(), tensor.nbytes, self.bytes_per_token)
             for (layer, kind), tensor in self._tensors.items()
         ]
+
+
+def _file_in_memory(nbytes: int) -> int | None:
+    """Its descriptor. None where limits (`ulimit -f`, descriptors) or a sandbox are in the way: a pool that
+    cannot be shared still serves, its KV comes over sockets."""
+    try:
+        descriptor = os.memfd_create("kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        log.warning("the KV pool of %d bytes is not shared with processes of this host: %s", nbytes, error)
+        return None
+    return descriptor
 
 
 def pool_bytes(layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
 import torch
@@ -85,3 +86,16 @@ def test_a_shared_pool_is_a_file_mapped_from_its_first_byte() -> None:
         os.fstat(descriptor)
     keys[:] = 2.0  # what is still used stays mapped
     assert KVPool(range(1), 1, 4, 1, 8, torch.float32).descriptor is None
+
+
+def test_a_pool_that_may_not_be_shared_is_one_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    descriptors = os.listdir("/proc/self/fd")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        pool = KVPool(range(8), 64, 16, 2, 8, torch.float32, shared=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert pool.descriptor is None and "is not shared" in caplog.text
+    assert pool.base_address % ALIGNMENT == 0 and not pool.memory.any()
+    assert os.listdir("/proc/self/fd") == descriptors

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -480,6 +482,25 @@ def test_without_shared_memory_it_goes_by_tcp(broken: str) -> None:
         both.a.connect("b", encode_endpoint(endpoint))
         assert both.send("x", (0, 0, MIB)).error is None
         assert both.b.receiver_counters.bytes_landed == MIB
+
+
+@pytest.mark.parametrize("lacking", ["locks", "files"])
+def test_a_host_that_cannot_fence_shared_memory_offers_none(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EINVAL, "no such thing here")
+
+    with pair("tcp") as both:
+        target = Memory("memory", MIB)
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patched:
+            patched.setattr(*((fcntl, "fcntl") if lacking == "locks" else (os, "ftruncate")), refuse)
+            endpoint = target.engine.endpoint()
+        assert decode_endpoint(endpoint).memory == "" and len(os.listdir("/proc/self/fd")) == before
+        both.a.connect("c", endpoint)
+        target.engine.grant("x", [(target.address, MIB)])
+        both.a.submit(1, "c", [(both.source.address, target.address, MIB)], "x")
+        assert wait(both.a) == [Completion(1)] and (target.data == both.source.data[:MIB]).all()
+        target.close()
 
 
 def test_an_unsealed_or_short_file_is_no_shared_memory() -> None:

@@ -120,17 +120,22 @@ class StreamEngine:
         self._registered = registered
 
     def endpoint(self) -> bytes:
-        """Shared memory is offered if all regions lie in some."""
+        """Shared memory is offered if all regions lie in some and the host can fence it. Without it peers use TCP."""
         offered = 0 < len(self._shared) == len(self._areas) and len(self._shared) <= MAX_REGIONS
         name = f"paceline-stream-{self._incarnation.hex()}"
         if offered and self._memory is None:
-            self._memory = self._ask(
-                lambda: MemoryHost(self._loop, name, self._incarnation, self._leases, self._shared)
-            )
+            self._memory = self._ask(lambda: self._offer(name))
         memory = name if self._memory is not None else ""
         return encode_endpoint(
             Endpoint(str(self._host), self._receiver.port, self._incarnation.hex(), self._boot, memory)
         )
+
+    def _offer(self, name: str) -> MemoryHost | None:
+        try:
+            return MemoryHost(self._loop, name, self._incarnation, self._leases, self._shared)
+        except OSError as error:
+            log.warning("stream: no shared memory for peers on this host, they use TCP: %s", error)
+            return None
 
     # ---- the target's half
 

@@ -45,10 +45,19 @@ class LeaseTable:
     """The target's end."""
 
     def __init__(self) -> None:
+        """Raises `OSError` where the system has no such files or no such locks."""
         self.fd = os.memfd_create("paceline-leases", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, SLOT * SLOTS)
-        seal(self.fd)
-        self._slots = mmap.mmap(self.fd, SLOT * SLOTS)
+        try:
+            os.ftruncate(self.fd, SLOT * SLOTS)
+            seal(self.fd)
+            # Found out here, for a fence that fails later would keep its pages for ever.
+            if not _lock(self.fd, fcntl.F_WRLCK, 0):
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            _lock(self.fd, fcntl.F_UNLCK, 0)
+            self._slots = mmap.mmap(self.fd, SLOT * SLOTS)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._unused = iter(range(SLOTS))
         self._fenced: deque[int] = deque()
 

@@ -120,9 +120,13 @@ class MemoryHost:
         self.loop, self.incarnation, self.leases, self.regions = loop, incarnation, leases, regions
         self.table = LeaseTable()
         self.connections: set[HostConnection] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{name}")
-        self._listener.listen(64)
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._listener.bind(f"\0{name}")
+            self._listener.listen(64)
+        except BaseException:
+            self.table.close()
+            raise
         loop.watch(self._listener.fileno(), READABLE, self)
 
     def on_ready(self, events: int) -> None:
