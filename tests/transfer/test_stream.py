@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -676,6 +677,27 @@ def test_who_asks_for_shared_memory_can_fill_neither_descriptors_nor_memory() ->
             stranger.sendall(b"\x7f")  # ... which is then 2 GiB
             assert stranger.recv(1) == b""
         stranger.close()
+    target.close()
+
+
+def test_a_passing_lack_of_descriptors_does_not_end_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_host, "ACCEPT_PAUSE", 0.1)
+    source, target = Memory("tcp", MIB, fill=9), Memory("memory", MIB)
+    endpoint = target.engine.endpoint()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        most, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hardest))
+        try:
+            stranger.connect(f"\0{decode_endpoint(endpoint).memory}")
+            time.sleep(0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hardest))
+    source.engine.connect("b", endpoint)
+    target.engine.grant("x", [(target.address, MIB)])
+    source.engine.submit(1, "b", [(source.address, target.address, MIB)], "x")
+    assert wait(source.engine) == [Completion(1)] and target.engine.receiver_counters.accepted == 0
+    source.close()
     target.close()
 
 

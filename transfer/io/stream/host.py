@@ -13,7 +13,7 @@ in other ways too.
 from __future__ import annotations
 
 import contextlib
-import errno
+import logging
 import os
 import socket
 import struct
@@ -27,6 +27,8 @@ from .fence import LeaseTable
 from .loop import READABLE, WRITABLE, Alarm, Loop
 from .wire import HELLO, MAGIC, MAX_LEASE, VERSION, Malformed
 
+log = logging.getLogger(__name__)
+
 LENGTH = struct.Struct("<I")
 ANSWER = struct.Struct("<HHI16s")  # bytes of the lease, granted, slot, nonce; then the lease, then the areas
 MAX_MESSAGE = 8 << 20  # of an answer: its areas
@@ -34,6 +36,7 @@ LONGEST_QUESTION = max(HELLO.size, MAX_LEASE)
 MAX_REGIONS = 200  # descriptors in one message: the kernel takes 253
 CONNECTIONS = 256
 HELLO_DEADLINE = 5.0
+ACCEPT_PAUSE = 1.0
 FENCE_PAUSE, LONGEST_FENCE_PAUSE = 0.001, 0.020  # a copy takes less than the first
 
 
@@ -127,14 +130,18 @@ class MemoryHost:
         except BaseException:
             self.table.close()
             raise
+        self._pause = Alarm(loop, lambda: loop.change(self._listener.fileno(), READABLE))
         loop.watch(self._listener.fileno(), READABLE, self)
 
     def on_ready(self, events: int) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                self.abandon("no descriptor for another connection")  # peers go on by TCP
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # out of descriptors or memory; a peer that waits too long goes on by TCP
+            log.error("stream: cannot accept a connection for shared memory: %s", error)
+            self.loop.change(self._listener.fileno(), 0)
+            self._pause.set(time.monotonic() + ACCEPT_PAUSE)
             return
         messages = MessageSocket(connection, LONGEST_QUESTION)
         if len(self.connections) < CONNECTIONS and messages.same_user():
@@ -143,6 +150,7 @@ class MemoryHost:
             messages.close()
 
     def abandon(self, reason: str) -> None:
+        self._pause.off()
         self.loop.unwatch(self._listener.fileno())
         self._listener.close()
 
