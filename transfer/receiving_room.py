@@ -132,7 +132,7 @@ class ReceivingRoom:
         if not whole or not 0 <= message.start < message.end <= self.prompt_len:
             return self.fail(f"{peer} sent layers {message.layers} of [{message.start}, {message.end})")
         parts = tuple(spans(self._sent.pages, message.start, message.end, self._plan.source.page_size))
-        longest = CHECKSUM_BYTES * (last - first) * len(parts) if self._checksums else 0
+        longest = CHECKSUM_BYTES * (last - first) * len(parts)
         if len(message.checksums) > longest:  # they are kept until the room ends
             return self.fail(f"{peer} sent {len(message.checksums)} bytes of checksums, {longest} is the most")
         replaces = message.instead_of

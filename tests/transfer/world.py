@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from zlib import crc32
 
 from transfer.actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, SenderAction, Submit, Verify
 from transfer.messages import RoomMessage, Stopped
@@ -23,6 +24,10 @@ from transfer.receiver import ReceivingSide
 from transfer.sender import SendingSide
 
 PREFILL, DECODE = "prefill", "decode"
+
+
+def digest(content: object) -> bytes:
+    return crc32(repr(content).encode()).to_bytes(4, "big")
 
 
 @dataclass
@@ -179,13 +184,13 @@ class World:
         positions = [
             pages.index((at + i) // size) * size + (at + i) % size for at, tokens in submit.spans for i in range(tokens)
         ]
-        return repr([(name, layer, position) for layer in range(*submit.layers) for position in positions]).encode()
+        return digest([(name, layer, position) for layer in range(*submit.layers) for position in positions])
 
     def check(self) -> None:
         rank, asked = self.checks.pop(self.random.randrange(len(self.checks)))
         offsets = [at + i for at, tokens in asked.spans for i in range(tokens)]
-        found = repr([self.memory.get((rank, layer, at)) for layer in range(*asked.layers) for at in offsets])
-        sound = found.encode() == asked.checksums
+        found = digest([self.memory.get((rank, layer, at)) for layer in range(*asked.layers) for at in offsets])
+        sound = found == asked.checksums
         self.received(rank, self.receivers[rank].verified(asked.room, asked.source, asked.number, sound))
 
     def revoke(self) -> None:
