@@ -28,6 +28,9 @@ from .messages import Destinations, Failed, Finished, Slice, Stopped
 from .plan import Target, TransferPlan
 
 SLICE_PAGES = 1 << 16  # pages times layers: their checksums must fit a frame
+# Handles of a flow. To a slow or stopped target the layers of all chunks would pile up until the engine takes no
+# more, of any room; what waits here leaves as fewer and larger ones instead.
+IN_FLIGHT = 16
 
 
 class Sending(Enum):
@@ -318,10 +321,10 @@ class SendingRoom:
         return actions
 
     def _submit(self, flow: Flow) -> Iterator[Submit]:
-        """Whatever is in our pool and not yet on its way, as few handles as the layers allow."""
+        """What is in our pool and not yet on its way, as few handles as the layers allow; the rest when these end."""
         offset = flow.target.layers[0] - self._layers[0]
         first = 0
-        while first < len(flow.sent):
+        while first < len(flow.sent) and len(flow.pending) < IN_FLIGHT:
             start, end = flow.sent[first], self._written[offset + first]
             last = first + 1
             while last < len(flow.sent) and (flow.sent[last], self._written[offset + last]) == (start, end):

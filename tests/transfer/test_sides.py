@@ -75,6 +75,27 @@ def test_layers_are_pushed_as_they_come_and_each_only_once() -> None:
     assert third.runs == ((15, 23, 1),)
 
 
+def test_to_a_target_that_takes_nothing_little_is_in_flight_and_the_rest_follows_in_large_pieces() -> None:
+    tokens = 400
+    side = sender()
+    assert side.open("r/0", "d", 0, tokens) == []
+    side.on_message(D0, Destinations("r/0", tokens, tuple(range(100))))
+    side.start("r/0", range(100))
+    begun = [
+        submit
+        for start in range(0, tokens, 4)
+        for layer in (0, 1)
+        for submit in submitted(side.written("r/0", start, start + 4, (layer, layer + 1)))
+    ]
+    assert len(begun) == side.in_flight() == sending_room.IN_FLIGHT
+    after = [one for submit in begun for one in submitted(side.completed(submit.handle, None))]
+    assert [(one.layers, sum(tokens for _, _, tokens in one.runs)) for one in after] == [(LAYERS, tokens - 4 * 8)]
+    side.completed(after[0].handle, None)
+    assert side.first_token("r/0", b"t") == [
+        Send(D0, Finished("r/0", tokens, LAYERS, tokens * 2 * 64, sending_room.IN_FLIGHT + 1, b"t"))
+    ]
+
+
 def test_nothing_is_submitted_once_a_room_has_failed_and_stopped_waits_for_the_handles() -> None:
     side = sender()
     ready(side)
