@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -135,6 +136,18 @@ def require_device(device: str, sysfs: Path = Path("/sys/class/infiniband")) -> 
         raise EngineError(f"no RDMA device {device!r} on this host; there are: {', '.join(present) or 'none'}")
 
 
+def require_local(host: str) -> None:
+    """Raises `EngineError` for an address at which no peer would find us. Not every library notices by itself."""
+    if unspecified(host):
+        raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise EngineError(f"the transfer engine needs an address of this host, and {host} is none: {error}") from None
+
+
 def make_engine(name: str, host: str, device: str = "", handle_deadline: float = 20.0) -> TransferEngine:
     """`host` is the address that peers reach; `handle_deadline` seconds without an end make a write unknown.
 
@@ -143,8 +156,7 @@ def make_engine(name: str, host: str, device: str = "", handle_deadline: float =
     if name == "stream" and device:
         raise EngineError(f"the stream backend has no RDMA; it cannot use {device!r}")
     require_device(device)
-    if unspecified(host):
-        raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
+    require_local(host)
     chosen, why = name, "as configured"
     if name == "auto":
         chosen, why = "mooncake", "auto: it checks addresses at the target and idles without CPU"
