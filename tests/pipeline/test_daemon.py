@@ -171,7 +171,7 @@ def test_a_second_daemon_on_the_port_or_in_the_folder_is_refused(
     assert f"cannot listen on {address}" in second.log
 
 
-def test_an_address_that_others_cannot_reach_is_refused(start: Callable[..., Daemon]) -> None:
+def test_T14_an_address_that_others_cannot_reach_is_refused(start: Callable[..., Daemon]) -> None:
     daemon = start(listen="0.0.0.0:0", advertise="127.0.0.1")
     assert daemon.wait() == 2
     assert "loopback address 127.0.0.1" in daemon.log

@@ -192,6 +192,14 @@ def test_a_lost_decode_ends_its_rooms_now_and_later() -> None:
     assert side.open("t/0", "d", 0, 4) == [], "the next incarnation is welcome"
 
 
+def test_a_room_for_whichever_incarnation_comes_does_not_end_with_the_older_one() -> None:
+    side = sender()
+    assert side.open("r/0", "d", 0, 4) == [] and side.open("old/0", "d", 1, 4) == []
+    actions = side.peer_connected(Peer("d", 2, 0), ONE)
+    assert [action.room for action in actions if isinstance(action, Observe)] == ["old/0", "old/0"]
+    assert side.on_message(Peer("d", 2, 0), Destinations("r/0", 4, (5,))) == [Observe("r/0", "bootstrap", True)]
+
+
 def test_what_the_log_says_of_a_room_that_is_gone_does_nothing() -> None:
     side = sender()
     assert side.stop("r/0", "abort") == side.start("r/0", [1]) == side.close("r/0") == []
