@@ -79,7 +79,7 @@ class StagePool:
         pool, layers = self.stage.kv_pool, self.stage.layers
         bases = tuple((pool.keys(layer).data_ptr(), pool.values(layer).data_ptr()) for layer in layers)
         span = (layers.start, layers.stop)
-        return RegionTable(span, (0, HEADS), PAGES * PAGE_SIZE, pool.bytes_per_token, bases)
+        return RegionTable(span, (0, HEADS), PAGES * PAGE_SIZE, (pool.bytes_per_token,) * len(layers), bases)
 
 
 def load(model: Reference, ranks: int) -> tuple[list[Stage], Topology]:
