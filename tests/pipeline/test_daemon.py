@@ -142,6 +142,8 @@ def test_a_reader_that_falls_behind_is_cut_off_with_a_reason(prefill: Daemon) ->
         (request([1], seed=1 << 63), "seed is 9223372036854775808"),
         (request([1], peer="prefill-0"), "this very instance"),
         (request([1], name=""), "request_id has 0 characters"),
+        (request([1], name="r" * 201), "request_id has 201 characters"),
+        (request([1], name="r\u00e9"), "printable ASCII"),
     ],
 )
 def test_what_can_never_run_is_refused_with_numbers(
