@@ -25,6 +25,8 @@ from .extents import spans
 from .messages import Again, Destinations, Finished, FinishedAck, Slice, Stop
 from .plan import Target, TransferPlan
 
+CHECKSUM_BYTES = 8  # the most, of a page of a layer
+
 
 class Receiving(Enum):
     HANDSHAKING = "handshaking"
@@ -128,18 +130,22 @@ class ReceivingRoom:
         whole = origin.flow.layers[0] <= first < last <= origin.flow.layers[1]
         if not whole or not 0 <= message.start < message.end <= self.prompt_len:
             return self.fail(f"{peer} sent layers {message.layers} of [{message.start}, {message.end})")
-        if message.instead_of is None:
+        parts = tuple(spans(self._sent.pages, message.start, message.end, self._plan.source.page_size))
+        longest = CHECKSUM_BYTES * (last - first) * len(parts) if self._checksums else 0
+        if len(message.checksums) > longest:  # they are kept until the room ends
+            return self.fail(f"{peer} sent {len(message.checksums)} bytes of checksums, {longest} is the most")
+        replaces = message.instead_of
+        if replaces is None:
             origin.claimed += _area(message)
-        elif origin.again.get(message.instead_of) != -1 or not _same(origin.slices[message.instead_of], message):
-            return self.fail(f"{peer} sent a slice instead of {message.instead_of}, which was not asked for")
+        elif origin.again.get(replaces) != -1 or not _same(origin.slices[replaces], message):
+            return self.fail(f"{peer} sent a slice instead of {replaces}, which was not asked for")
         else:
-            origin.again[message.instead_of] = message.number
+            origin.again[replaces] = message.number
         if origin.claimed > self._plan.positions(origin.flow, self.prompt_len):
             return self.fail(f"{peer} sent more than {self.prompt_len} positions of layers {origin.flow.layers}")
         origin.slices[message.number] = message
         if not self._checksums:
             return self._arrived(origin, message)
-        parts = tuple(spans(self._sent.pages, message.start, message.end, self._plan.source.page_size))
         heads = origin.flow.heads
         return [Verify(self.room, peer.rank, message.number, message.layers, heads, parts, message.checksums)]
 

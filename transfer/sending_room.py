@@ -237,12 +237,15 @@ class SendingRoom:
         return self._advance() if not self.ended else []
 
     def send_again(self, peer: Peer, number: int) -> list[SenderAction]:
-        """The target found a slice damaged. It is written once more, and `Finished` said anew."""
+        """The target found a slice damaged. It is written once more, and `Finished` said anew.
+
+        Not after it acknowledged `Finished`: its pages may be in other use. Nor what was written anew already:
+        a target that went on asking would keep us writing for ever."""
         flow = self.flows.get(peer.rank)
-        if self.ended or flow is None:
+        if self.ended or flow is None or flow.acked:
             return self.repeat(peer)
         damaged = next((one for one in flow.landed if one.number == number), None)
-        if damaged is None or number in flow.again:  # repeats are harmless
+        if damaged is None or damaged.instead_of is not None or number in flow.again:  # repeats are harmless
             return []
         flow.again[number] = None
         flow.finished = None

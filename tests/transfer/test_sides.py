@@ -418,6 +418,52 @@ def test_t13_the_sender_writes_a_damaged_slice_once_more_and_finishes_anew() -> 
     assert side.counters.again == 1
 
 
+def test_t13_a_slice_comes_a_second_time_but_not_a_third() -> None:
+    """Each counts as received, so a third one would stand for a slice that never came."""
+    there = ReceivingSide(0, ONE, checksums=True)
+    there.open("r/0", "p", 1, 4)
+    there.peer_ready("p", 1, ONE)
+    there.send_destinations("r/0", [5])
+    there.on_message(P0, Slice("r/0", 0, LAYERS, 0, 2, b"sums"))
+    there.verified("r/0", 0, 0, sound=False)
+    there.on_message(P0, Slice("r/0", 1, LAYERS, 0, 2, b"sums", instead_of=0))
+    assert there.verified("r/0", 0, 1, sound=True) == []
+    reason = f"{P0} sent a slice instead of 0, which was not asked for"
+    assert there.on_message(P0, Slice("r/0", 2, LAYERS, 0, 2, b"sums", instead_of=0)) == [
+        Observe("r/0", "transfer", False, reason),
+        Send(P0, Stop("r/0", reason)),
+    ]
+
+
+@pytest.mark.parametrize(("checked", "most"), [(True, 2 * 8), (False, 0)])
+def test_t13_checksums_take_no_more_room_than_the_pages_they_are_of(checked: bool, most: int) -> None:
+    for nbytes in (most, most + 1):
+        there = ReceivingSide(0, ONE, checksums=checked)
+        there.open("r/0", "p", 1, 4)
+        there.peer_ready("p", 1, ONE)
+        there.send_destinations("r/0", [5])
+        actions = there.on_message(P0, Slice("r/0", 0, LAYERS, 0, 4, bytes(nbytes)))
+        reason = f"{P0} sent {nbytes} bytes of checksums, {most} is the most"
+        assert (Observe("r/0", "transfer", False, reason) in actions) == (nbytes > most)
+
+
+def test_t13_nothing_is_written_a_third_time_or_after_the_acknowledgement() -> None:
+    side = sender((D0, D1))
+    assert side.open("r/0", "d", 0, 4) == []
+    for peer in (D0, D1):
+        side.on_message(peer, Destinations("r/0", 4, (5,)))
+    side.start("r/0", [3])
+    side.written("r/0", 0, 4, LAYERS)
+    for handle in (1, 2):
+        side.completed(handle, None)
+    (again,) = submitted(side.on_message(D0, Again("r/0", 0)))
+    side.completed(again.handle, None)
+    assert side.on_message(D0, Again("r/0", 1)) == [], "which was instead of 0"
+    side.first_token("r/0", b"t")
+    side.on_message(D1, FinishedAck("r/0"))
+    assert side.on_message(D1, Again("r/0", 0)) == [], "its pages may be in other use"
+
+
 def test_under_a_lease_only_its_end_is_a_fence() -> None:
     side = ReceivingSide(0, ONE, leased=True)
     side.open("r/0", "p", 1, 4)

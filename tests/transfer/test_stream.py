@@ -29,13 +29,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from transfer.io.engine import Completion, EngineError, LeasingEngine, make_engine
+from transfer.io.stream import host as stream_host
 from transfer.io.stream import receiver as stream_receiver
 from transfer.io.stream import tcp as stream_tcp
 from transfer.io.stream import wire as stream_wire
 from transfer.io.stream.areas import Areas
 from transfer.io.stream.engine import StreamEngine
 from transfer.io.stream.fence import LeaseTableView
-from transfer.io.stream.host import ANSWER, MessageSocket
+from transfer.io.stream.host import ANSWER, MAX_MESSAGE, MessageSocket
 from transfer.io.stream.transfer import Transfer
 from transfer.io.stream.wire import (
     HELLO,
@@ -637,6 +638,37 @@ def test_garbage_instead_of_a_greeting_is_counted_and_closed() -> None:
         assert both.b.receiver_counters.strangers == 2
 
 
+def test_who_asks_for_shared_memory_can_fill_neither_descriptors_nor_memory() -> None:
+    target = Memory("memory", MIB)
+    name = decode_endpoint(target.engine.endpoint()).memory
+    before = len(os.listdir("/proc/self/fd"))
+    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(20)]
+    for stranger in strangers:
+        stranger.connect(f"\0{name}")
+        stranger.settimeout(20)
+        descriptors = [stranger.fileno()] * 100
+        socket.send_fds(stranger, [b"\x20\0\0"], descriptors)  # of a length, so that it has to be kept
+    time.sleep(0.2)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * len(strangers), "both ends of each"
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(b"\x7f")  # ... which is then 2 GiB
+            assert stranger.recv(1) == b""
+        stranger.close()
+    target.close()
+
+
+def test_another_user_is_sent_away_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Memory("memory", MIB)
+    name = decode_endpoint(target.engine.endpoint()).memory
+    monkeypatch.setattr(stream_host.MessageSocket, "same_user", lambda self: False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(f"\0{name}")
+        stranger.settimeout(2)
+        assert stranger.recv(1) == b"", "without a deadline to wait for"
+    target.close()
+
+
 def test_half_a_greeting_and_half_a_frame_meet_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_receiver, "HELLO_DEADLINE", 0.2)
     monkeypatch.setattr(stream_receiver, "FRAME_DEADLINE", 0.2)
@@ -769,7 +801,7 @@ def _hold(endpoint: str) -> None:
     parsed = decode_endpoint(endpoint.encode())
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(f"\0{parsed.memory}")
-    messages = MessageSocket(connection)
+    messages = MessageSocket(connection, MAX_MESSAGE, 2)
 
     def ask(what: bytes) -> bytes:
         messages.send(what)

@@ -4,9 +4,10 @@ In, at the target: regions that lie in shared memory, leases as they stand, ques
 Out: the descriptors of that memory and of the table of leases; per question the lease's slot, nonce and areas.
 
 The socket is a Unix one with an abstract name, so it is reached from the same network namespace only. It
-has no permissions, so both ends check that the other one is of the same user, and the greeting names the
-incarnation. A peer that passed is trusted to keep to the areas and to the table of leases, as it could
-write to this process's memory in other ways too.
+has no permissions, so both ends check that the other one is of the same user before they take a byte of it,
+and the greeting names the incarnation. Descriptors are taken only by the end that expects some. A peer that
+passed is trusted to keep to the areas and to the table of leases, as it could write to this process's memory
+in other ways too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .wire import HELLO, MAGIC, MAX_LEASE, VERSION, Malformed
 
 LENGTH = struct.Struct("<I")
 ANSWER = struct.Struct("<HHI16s")  # bytes of the lease, granted, slot, nonce; then the lease, then the areas
-MAX_MESSAGE = 8 << 20
+MAX_MESSAGE = 8 << 20  # of an answer: its areas
+LONGEST_QUESTION = max(HELLO.size, MAX_LEASE)
 MAX_REGIONS = 200  # descriptors in one message: the kernel takes 253
 CONNECTIONS = 256
 HELLO_DEADLINE = 5.0
@@ -38,8 +40,10 @@ FENCE_PAUSE, LONGEST_FENCE_PAUSE = 0.001, 0.020  # a copy takes less than the fi
 class MessageSocket:
     """Messages with their length before them, and descriptors that come along. Never blocks."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, longest: int, descriptors: int = 0) -> None:
+        """`longest`: of the other end's messages, in bytes. `descriptors`: how many it may send, in all."""
         connection.setblocking(False)
+        self._longest, self._most_descriptors = longest, descriptors
         self.connection, self.fd = connection, connection.fileno()
         self.descriptors: list[int] = []  # received; the holder closes them
         self.unsent = bytearray()
@@ -65,13 +69,11 @@ class MessageSocket:
     def receive(self) -> list[bytes] | None:
         """The complete messages there are; None at the end. Raises `OSError`, or `Malformed`."""
         try:
-            heard, descriptors, _, _ = socket.recv_fds(
-                self.connection, 1 << 18, 1 + MAX_REGIONS, socket.MSG_CMSG_CLOEXEC
-            )
+            heard, descriptors = self._take()
         except BlockingIOError:
             return []
         self.descriptors += descriptors
-        if len(self.descriptors) > 1 + MAX_REGIONS:
+        if len(self.descriptors) > self._most_descriptors:
             raise Malformed("too many descriptors")
         if not heard:
             return None
@@ -79,7 +81,7 @@ class MessageSocket:
         messages, at = [], 0
         while len(self._in) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._in, at)
-            if length > MAX_MESSAGE:
+            if length > self._longest:
                 raise Malformed(f"a message of {length} bytes")
             end = at + LENGTH.size + length
             if len(self._in) < end:
@@ -94,6 +96,13 @@ class MessageSocket:
             os.close(descriptor)
         self.descriptors.clear()
         self.connection.close()
+
+    def _take(self) -> tuple[bytes, list[int]]:
+        if not self._most_descriptors:  # without room for them the kernel drops those that come
+            return self.connection.recv(1 << 18), []
+        flags = socket.MSG_CMSG_CLOEXEC
+        heard, descriptors, _, _ = socket.recv_fds(self.connection, 1 << 18, self._most_descriptors, flags)
+        return heard, descriptors
 
 
 class MemoryHost:
@@ -123,10 +132,11 @@ class MemoryHost:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                 self.abandon("no descriptor for another connection")  # peers go on by TCP
             return
-        if len(self.connections) < CONNECTIONS:
-            HostConnection(self, connection)
+        messages = MessageSocket(connection, LONGEST_QUESTION)
+        if len(self.connections) < CONNECTIONS and messages.same_user():
+            HostConnection(self, messages)
         else:
-            connection.close()
+            messages.close()
 
     def abandon(self, reason: str) -> None:
         self.loop.unwatch(self._listener.fileno())
@@ -177,8 +187,8 @@ class _Fence:
 
 
 class HostConnection:
-    def __init__(self, host: MemoryHost, connection: socket.socket) -> None:
-        self._host, self._messages = host, MessageSocket(connection)
+    def __init__(self, host: MemoryHost, messages: MessageSocket) -> None:
+        self._host, self._messages = host, messages
         self._greeted = False
         self._events = READABLE
         self._deadline = Alarm(host.loop, self.close)
@@ -221,7 +231,7 @@ class HostConnection:
         if not self._greeted:
             self._greet(message)
             return
-        if not 1 <= len(message) <= MAX_LEASE or len(self._messages.unsent) > 2 * MAX_MESSAGE:
+        if not message or len(self._messages.unsent) > 2 * MAX_MESSAGE:
             raise Malformed("no question for a lease")
         lease = self._host.leases.get(message)
         granted, areas = False, b""
@@ -236,8 +246,8 @@ class HostConnection:
         if len(message) != HELLO.size:
             raise Malformed("no greeting")
         magic, version, meant, _ = HELLO.unpack(message)
-        if (magic, version, meant) != (MAGIC, VERSION, host.incarnation) or not self._messages.same_user():
-            raise Malformed("a greeting for another engine, or of another user")
+        if (magic, version, meant) != (MAGIC, VERSION, host.incarnation):
+            raise Malformed("a greeting for another engine")
         self._greeted = True
         self._deadline.off()
         table = numpy.array([region[:2] for region in host.regions], dtype="<u8").tobytes()

@@ -22,7 +22,7 @@ import numpy
 from ..engine import Area
 from .areas import Areas
 from .fence import LeaseTableView, require_sealed
-from .host import ANSWER, MAX_REGIONS, MessageSocket
+from .host import ANSWER, MAX_MESSAGE, MAX_REGIONS, MessageSocket
 from .loop import READABLE, WRITABLE, Alarm, Loop
 from .transfer import LENGTH, TARGET, Broken, Ended, Transfer
 from .wire import HELLO, MAGIC, VERSION, Endpoint, Malformed
@@ -91,7 +91,7 @@ class MemoryPath:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             connection.connect(f"\0{self._endpoint.memory}")  # at once, or not at all
-            messages = MessageSocket(connection)
+            messages = MessageSocket(connection, MAX_MESSAGE, 1 + MAX_REGIONS)
             if not messages.same_user():
                 raise OSError(errno.EPERM, "it is another user's")
             messages.send(HELLO.pack(MAGIC, VERSION, bytes.fromhex(self._endpoint.incarnation), self._incarnation))
