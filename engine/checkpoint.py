@@ -40,6 +40,15 @@ __all__ = [
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+_TOKENIZER = (  # whichever of them there are
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 _PROBE = 256  # bytes of each tensor that enter the digest
 
 
@@ -83,13 +92,17 @@ class WeightFiles:
 def model_digest(folder: Path | str) -> str:
     """A sha256 (hex) by which two instances know that they serve the same model, without a full read.
 
-    It covers `config.json`, the name, size and header of each safetensors file, and a few bytes of
-    every tensor, so two fine-tunes of one architecture differ.
+    It covers `config.json`, the tokenizer's files, the name, size and header of each safetensors file, and a few
+    bytes of every tensor, so two revisions or fine-tunes of one architecture differ.
     Raises `CheckpointError` for a missing or malformed file.
     """
     folder = Path(folder)
     digest = hashlib.sha256()
     _absorb(digest, (folder / "config.json").read_bytes())
+    for name in _TOKENIZER:
+        if (folder / name).exists():
+            _absorb(digest, name.encode())
+            _absorb(digest, (folder / name).read_bytes())
     for name in sorted(set(_tensor_files(folder).values())):
         path = folder / name
         header, data_start = _read_header(path)

@@ -31,7 +31,7 @@ Payload = Annotated[bytes, Meta(max_length=1 << 20)]
 class Terms(msgspec.Struct, frozen=True):
     """What two ranks must agree on before a byte of KV moves."""
 
-    model: Name  # digest of config and weight index
+    model: Name  # digest of config, tokenizer and weights
     kv_dtype: Name
     cache: Name  # "kv", or the kind of a single-buffer cache
     backend: Name

@@ -57,8 +57,7 @@ class Origin:
     slices: dict[int, Slice] = field(default_factory=dict)
     claimed: int = 0  # layers times positions that slices were said to bring, repeats apart
     sound: int = 0  # of them, those in the pool and, if there are checksums, as they were sent
-    again: dict[int, None] = field(default_factory=dict)  # numbers of damaged slices
-    replaced: dict[int, None] = field(default_factory=dict)  # of those, the ones that came a second time
+    again: dict[int, int] = field(default_factory=dict)  # number of a damaged slice -> of its repeat, -1 as yet
     word: Finished | None = None
     finished: bool = False
     fenced: bool = False
@@ -138,10 +137,10 @@ class ReceivingRoom:
         replaces = message.instead_of
         if replaces is None:
             origin.claimed += _area(message)
-        elif replaces not in origin.again or replaces in origin.replaced or not _same(origin.slices[replaces], message):
+        elif origin.again.get(replaces) != -1 or not _same(origin.slices[replaces], message):
             return self.fail(f"{peer} sent a slice instead of {replaces}, which was not asked for")
         else:
-            origin.replaced[replaces] = None
+            origin.again[replaces] = message.number
         if origin.claimed > self._plan.positions(origin.flow, self.prompt_len):
             return self.fail(f"{peer} sent more than {self.prompt_len} positions of layers {origin.flow.layers}")
         origin.slices[message.number] = message
@@ -161,7 +160,7 @@ class ReceivingRoom:
         if message.instead_of is not None:
             damaged = f"layers {message.layers} of positions [{message.start}, {message.end})"
             return self.fail(f"KV of {origin.peer} arrived damaged twice: {damaged}")
-        origin.again[number] = None
+        origin.again[number] = -1
         origin.word, origin.fenced = None, False
         return [Send(origin.peer, Again(self.room, number))]
 
@@ -259,6 +258,8 @@ class ReceivingRoom:
         assert self._plan is not None
         if origin.sound < self._plan.positions(origin.flow, self.prompt_len):
             return []
+        if not self._whole(origin):
+            return self.fail(f"{origin.peer} sent some positions twice, and others never")
         origin.finished = True
         self._token = word.first_token or self._token
         actions: list[ReceiverAction] = [Send(origin.peer, FinishedAck(self.room))]
@@ -266,6 +267,20 @@ class ReceivingRoom:
             self._become(Receiving.DONE)
             actions += self._observe("transfer", True, payload=self._token) + self._end_lease()
         return actions
+
+    def _whole(self, origin: Origin) -> bool:
+        """Whether the slices cover each layer from end to end."""
+        assert self._plan is not None
+        parts = [part for number, part in origin.slices.items() if number not in origin.again]
+        for layer in range(*origin.flow.layers):
+            at = self._plan.source.first(layer, self.prompt_len)
+            for start, end in sorted((p.start, p.end) for p in parts if p.layers[0] <= layer < p.layers[1]):
+                if start != at:
+                    return False
+                at = end
+            if at != self.prompt_len:
+                return False
+        return True
 
     def _end_lease(self) -> list[ReceiverAction]:
         return [Revoke(self.room)] if self._leased and self._sent is not None else []

@@ -87,11 +87,12 @@ class SendingSide:
         """Its Hello was accepted; also each time it dials anew. Raises `PlanError` if we do not fit."""
         plan = TransferPlan(self.topology, topology)
         actions: list[SenderAction] = []
-        for epoch in list(self._plans.get(peer.instance, {})):
+        # First, so that rooms that take whichever incarnation comes do not end with the older one.
+        self._plans.setdefault(peer.instance, {}).setdefault(peer.epoch, plan)
+        for epoch in list(self._plans[peer.instance]):
             if epoch < peer.epoch:
                 reason = f"{peer.instance} restarted as epoch {peer.epoch}"
                 actions += self.peer_lost(peer.instance, epoch, reason, dead=True)
-        self._plans.setdefault(peer.instance, {}).setdefault(peer.epoch, plan)
         self._lost.pop(f"{peer.instance}#{peer.epoch}")
         for room in self._rooms.values():
             if room.plan is not None and room.fits(peer.instance, peer.epoch):

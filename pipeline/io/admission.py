@@ -16,6 +16,7 @@ from consensus.entry import Key, PeerRef, RequestSpec, SamplingParams
 from paceline_proto.v1 import generation_pb2
 
 _LONGEST_NAME = 256
+_LONGEST_ID = 200  # with the attempt's number it names a room and a lease
 _LONGEST_TIMEOUT_S = 86400.0
 _MOST_LOGPROBS = 20
 _MOST_IDS = 1024  # biased ids, stop ids
@@ -38,8 +39,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 def spec_of(request: generation_pb2.GenerateRequest, limits: Limits) -> RequestSpec:
     """Raises `Refused`."""
-    if not 0 < len(request.request_id) <= _LONGEST_NAME:
-        raise Refused(f"request_id has {len(request.request_id)} characters; it needs 1 to {_LONGEST_NAME}")
+    name = request.request_id
+    if not 0 < len(name) <= _LONGEST_ID or not name.isascii() or not name.isprintable():
+        raise Refused(f"request_id has {len(name)} characters; it needs 1 to {_LONGEST_ID}, printable ASCII ones")
     prompt = tuple(request.prompt_ids)
     if not prompt:
         raise Refused("prompt_ids is empty; a prompt has at least one token")

@@ -1,4 +1,4 @@
-"""A4, A6, A8, D4, D5 with real processes: full pools, unlike ranks, deadlines, impossible requests."""
+"""A4, A6, A8, D4, D5, T11 with real processes: full pools, unlike ranks, deadlines, impossible requests."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ def test_A6_capacity_is_the_minimum_over_unlike_ranks(tiny: Path) -> None:
             assert len(set(pools)) == 1, "page ids mean the same everywhere"
             assert pools[0] == pytest.approx((4 << 20) / (most_layers * per_page), rel=0.02)
         assert cluster.generate(asked[22], 64) == wanted[22]
+        cluster.assert_baseline()
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl", "stream"])
+def test_T11_a_prompt_over_the_pool_is_refused_at_once_and_two_that_exceed_it_together_finish(
+    tiny: Path, backend: str
+) -> None:
+    asked, wanted = prompts(tiny), reference(tiny, 64)
+    assert [len(asked[i]) // 16 for i in (22, 23)] == [62, 187], "pages"
+    with Cluster("--pages", "100", "--transfer-backend", backend, model=tiny) as cluster:
+        began = time.monotonic()
+        assert "the context of 1600 tokens" in ending(cluster, asked[23], 4), "as many as the pool has"
+        assert time.monotonic() - began < 2.0
+        answers = cluster.generate_all([asked[22], asked[22], asked[21]], 64, at_once=3)
+        assert answers == [wanted[22], wanted[22], wanted[21]]
         cluster.assert_baseline()
 
 

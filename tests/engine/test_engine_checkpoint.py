@@ -104,6 +104,9 @@ def test_the_digest_tells_models_apart_and_copies_not(tiny: Callable[[str], Refe
     assert model_digest(copy) == original
     (copy / "config.json").write_text(json.dumps(changed))
     assert model_digest(copy) != original
+    shutil.copy(tiny("llama").folder / "config.json", copy)
+    (copy / "tokenizer.json").write_text("{}")
+    assert model_digest(copy) != original, "ids of another tokenizer mean other text"
 
 
 def test_specs_splits_and_digests_do_not_import_torch(copy: Path) -> None:

@@ -142,6 +142,8 @@ def test_a_reader_that_falls_behind_is_cut_off_with_a_reason(prefill: Daemon) ->
         (request([1], seed=1 << 63), "seed is 9223372036854775808"),
         (request([1], peer="prefill-0"), "this very instance"),
         (request([1], name=""), "request_id has 0 characters"),
+        (request([1], name="r" * 201), "request_id has 201 characters"),
+        (request([1], name="r\u00e9"), "printable ASCII"),
     ],
 )
 def test_what_can_never_run_is_refused_with_numbers(
@@ -171,7 +173,7 @@ def test_a_second_daemon_on_the_port_or_in_the_folder_is_refused(
     assert f"cannot listen on {address}" in second.log
 
 
-def test_an_address_that_others_cannot_reach_is_refused(start: Callable[..., Daemon]) -> None:
+def test_T14_an_address_that_others_cannot_reach_is_refused(start: Callable[..., Daemon]) -> None:
     daemon = start(listen="0.0.0.0:0", advertise="127.0.0.1")
     assert daemon.wait() == 2
     assert "loopback address 127.0.0.1" in daemon.log

@@ -213,6 +213,14 @@ def test_a_lost_decode_ends_its_rooms_now_and_later() -> None:
     assert side.open("t/0", "d", 0, 4) == [], "the next incarnation is welcome"
 
 
+def test_a_room_for_whichever_incarnation_comes_does_not_end_with_the_older_one() -> None:
+    side = sender()
+    assert side.open("r/0", "d", 0, 4) == [] and side.open("old/0", "d", 1, 4) == []
+    actions = side.peer_connected(Peer("d", 2, 0), ONE)
+    assert [action.room for action in actions if isinstance(action, Observe)] == ["old/0", "old/0"]
+    assert side.on_message(Peer("d", 2, 0), Destinations("r/0", 4, (5,))) == [Observe("r/0", "bootstrap", True)]
+
+
 def test_what_the_log_says_of_a_room_that_is_gone_does_nothing() -> None:
     side = sender()
     assert side.stop("r/0", "abort") == side.start("r/0", [1]) == side.close("r/0") == []
@@ -521,3 +529,20 @@ def test_a_layer_with_a_window_sends_what_the_next_token_still_sees_and_that_is_
     assert there.on_message(P0, Finished("r/0", 8, LAYERS, whole, 2, b"t"))[-1] == Observe(
         "r/0", "transfer", True, "", b"t"
     )
+
+
+def test_slices_that_overlap_do_not_make_up_for_what_is_missing() -> None:
+    side = receiving()
+    for number, (layers, start, end) in enumerate((((0, 1), 0, 3), ((0, 1), 1, 4), ((1, 2), 0, 2))):
+        assert side.on_message(P0, Slice("r/0", number, layers, start, end)) == []
+    (failed, *_) = side.on_message(P0, Finished("r/0", 4, LAYERS, 512, 3, b"t"))
+    assert failed == Observe("r/0", "transfer", False, f"{P0} sent some positions twice, and others never")
+
+
+def test_a_damaged_slice_is_repeated_only_once() -> None:
+    side = checked()
+    side.on_message(P0, Slice("r/0", 0, LAYERS, 0, 4, b"sums"))
+    side.verified("r/0", 0, 0, sound=False)
+    side.on_message(P0, Slice("r/0", 1, LAYERS, 0, 4, b"sums", instead_of=0))
+    (failed, *_) = side.on_message(P0, Slice("r/0", 2, LAYERS, 0, 4, b"sums", instead_of=0))
+    assert isinstance(failed, Observe) and not failed.good and "not asked for" in failed.reason

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -178,18 +179,30 @@ def choose(name: str, device: str = "", sysfs: Path = Path("/sys/class/infiniban
     """
     if name not in ("auto", *BACKENDS):
         raise EngineError(f"unknown transfer backend {name!r}; there are auto, {', '.join(BACKENDS)}")
+    if name == "stream" and device:
+        raise EngineError(f"the stream backend has no RDMA; it cannot use {device!r}")
     present = sorted(entry.name for entry in sysfs.iterdir()) if sysfs.is_dir() else []
     for wanted in filter(None, device.split(",")):
         if wanted not in present:
             raise EngineError(f"no RDMA device {wanted!r} on this host; there are: {', '.join(present) or 'none'}")
-    if name == "stream" and device:
-        raise EngineError(f"the stream backend has no RDMA; it cannot use {device!r}")
     if name != "auto":
         return Choice(name, device, "as configured")
     if device or present:
         return Choice("mooncake", device or ",".join(present), "auto: this host has RDMA devices")
     why = "auto: no RDMA device; of those over TCP it is the fastest, and its targets check each write"
     return Choice("stream", "", why)
+
+
+def require_local(host: str) -> None:
+    """Raises `EngineError` for an address at which no peer would find us. Not every library notices by itself."""
+    if unspecified(host):
+        raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise EngineError(f"the transfer engine needs an address of this host, and {host} is none: {error}") from None
 
 
 def make_engine(name: str, host: str, device: str = "", handle_deadline: float = 20.0) -> TransferEngine:
@@ -199,8 +212,7 @@ def make_engine(name: str, host: str, device: str = "", handle_deadline: float =
     """
     choice = choose(name, device)
     chosen, device = choice.backend, choice.device
-    if unspecified(host):
-        raise EngineError(f"the transfer engine needs an address that peers can reach, not {host!r}")
+    require_local(host)
     log.info("transfer backend %s over %s on %s (%s)", chosen, device or "tcp", host, choice.why)
     if chosen == "local":
         from .local import LocalEngine

@@ -209,11 +209,12 @@ class SendingPort:
             return observed
         self._peers[peer] = hello
         self._connect(peer)
+        observed += self._apply(self.side.peer_connected(peer, hello.topology))
         older = [old for old in self._peers if old.instance == peer.instance and old.epoch < peer.epoch]
         for epoch in dict.fromkeys(old.epoch for old in older):
             observed += self.peer_lost(peer.instance, epoch, f"it restarted as epoch {peer.epoch}", dead=True)
         self.tails.gone(peer.instance, peer.epoch - 1)
-        return observed + self._apply(self.side.peer_connected(peer, hello.topology))
+        return observed
 
     def _make_place(self, peer: Peer) -> list[Observe]:
         """Peers say no goodbye. When the link is full, the one that came first and that no room waits for leaves."""
