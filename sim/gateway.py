@@ -31,7 +31,7 @@ _ENDS = {end.value.replace(" ", "_"): end for end in SideEnd}
 class Attempt:
     key: Key
     names: dict[Side, str]  # instance of each side
-    merge: Merge = field(default_factory=Merge)
+    merge: Merge
     open: dict[Side, Incarnation | None] = field(default_factory=dict)  # sides that have not ended; None: not there yet
     cancelled: bool = False
 
@@ -84,16 +84,17 @@ class GatewayModel:
             return
         key = Key(plan.name, len(client.attempts))
         names = pair or world.choose_pair(client.attempts[-1].names if client.attempts else None)
-        attempt = Attempt(key, {Side.PREFILL: names[0], Side.DECODE: names[1]})
+        merge = Merge(client.delivered)
+        attempt = Attempt(key, {Side.PREFILL: names[0], Side.DECODE: names[1]}, merge)
         client.attempts.append(attempt)
         self.numbers[key] = len(self.numbers) + 1
         self.owners[key] = (client, attempt)
-        params = SamplingParams(max_tokens=plan.output - len(client.delivered), ignore_eos=plan.ignore_eos)
+        params = SamplingParams(max_tokens=plan.output, ignore_eos=plan.ignore_eos)
+        prompt, resumed = (*client.prompt, *client.delivered), len(client.delivered)
         for side in Side:
             other = attempt.names[side.other]
             epoch = 0 if plan.any_epoch else world.epochs[other]
-            prompt = (*client.prompt, *client.delivered)
-            spec = RequestSpec(key, prompt, params, PeerRef(other, other, epoch), plan.timeout)
+            spec = RequestSpec(key, prompt, params, PeerRef(other, other, epoch), plan.timeout, resumed)
             attempt.open[side] = None
             for _ in range(1 + (plan.twice and key.attempt == 0)):
                 world.to_instance(attempt.names[side], self._submitted, attempt, side, spec)
@@ -117,7 +118,9 @@ class GatewayModel:
             if side not in attempt.open:
                 return  # counted as broken when it died
             del attempt.open[side]
-            events = attempt.merge.outcome(side, _ENDS[said.kind], said.reason, said.output_tokens, said.retryable)
+            events = attempt.merge.outcome(
+                side, _ENDS[said.kind], said.reason, said.output_tokens, said.retryable, said.hand_over
+            )
         else:
             position, tokens = said
             events = attempt.merge.tokens(side, position, [Token(t.token) for t in tokens])
@@ -143,7 +146,7 @@ class GatewayModel:
             match event:
                 case Deliver(tokens):
                     self._deliver(client, [token.id for token in tokens])
-                case Finish(ending, reason, _, retryable):
+                case Finish(ending, reason, retryable=retryable):
                     self._finish(client, attempt, ending, reason, retryable)
         finish = attempt.merge.finish
         if finish is not None and finish.ending is Ending.FAILED and attempt.open and not attempt.cancelled:
