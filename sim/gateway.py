@@ -1,4 +1,4 @@
-"""The gateway, as far as the cluster notices it: pairs, retries, cancels; with the real `Merge`.
+"""The gateway, as far as the cluster notices it: pairs, resumed requests, cancels; with the real `Merge`.
 
 In: the request plans of a case; what instances tell; deaths. Out: submits and cancels. Checked here:
 delivered tokens equal the reference's, each attempt ends on both sides, and nothing fails without an
@@ -46,6 +46,7 @@ class Client:
     gone: bool = False  # the client gave up
     outcome: str = ""  # "", "ok", or why it failed
     retryable: bool = False
+    counted: bool = False  # as over
 
     @property
     def over(self) -> bool:
@@ -152,11 +153,12 @@ class GatewayModel:
         if finish is not None and finish.ending is Ending.FAILED and attempt.open and not attempt.cancelled:
             attempt.cancelled = True
             self._cancel(attempt, "the other side ended")
-        if not attempt.open and finish is not None and client.attempts[-1] is attempt:
-            if not client.outcome:
-                self.world.clock.after(BACKOFF, self._attempt, client)
-            elif client.over:
-                self.waiting -= 1
+        self._count(client)
+
+    def _count(self, client: Client) -> None:
+        if client.over and not client.counted:
+            client.counted = True
+            self.waiting -= 1
 
     def _deliver(self, client: Client, tokens: list[int]) -> None:
         at = len(client.delivered)
@@ -183,6 +185,8 @@ class GatewayModel:
         elif not retryable or len(client.attempts) > self.world.case.retries:
             client.outcome = reason
             client.retryable = retryable
+        else:  # the failed attempt may still be ending
+            self.world.clock.after(BACKOFF, self._attempt, client)
 
     # -- the client ----------------------------------------------------------------------------------
 
@@ -191,12 +195,11 @@ class GatewayModel:
             return
         client.outcome, client.gone = "cancelled", True
         attempt = client.attempts[-1]
-        if not attempt.open:
-            self.waiting -= 1  # between two attempts
-            return
-        attempt.merge.close(Finish(Ending.FAILED, "cancelled"))
-        attempt.cancelled = True
-        self._cancel(attempt, "cancelled by the client")
+        if attempt.open and not attempt.cancelled:
+            attempt.merge.close(Finish(Ending.FAILED, "cancelled"))
+            attempt.cancelled = True
+            self._cancel(attempt, "cancelled by the client")
+        self._count(client)  # it may be between two attempts
 
     def _cancel(self, attempt: Attempt, reason: str) -> None:
         for side in list(attempt.open):

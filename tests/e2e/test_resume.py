@@ -64,6 +64,13 @@ def stream(cluster: Cluster, prompt: list[int], on_token: OnToken | None = None,
     return ids
 
 
+def metric(cluster: Cluster, name: str) -> float:
+    """Summed over its labels."""
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"paceline_gateway_{name}"))
+
+
 class Killer:
     """Kills one process, once, when the first stream is so far."""
 
@@ -111,14 +118,15 @@ class Case:
         assert [i for i, (ids, want) in enumerate(zip(got, self.wanted, strict=True)) if ids != want] == []
 
     def metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.cluster.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"paceline_gateway_{name}"))
+        return metric(self.cluster, name)
 
     def settle(self) -> None:
-        """Everything serves again."""
+        """Everything serves again, and the gateway has seen it."""
         deadline = time.monotonic() + 90
-        while not all(instance["serving"] for instance in self.cluster.status()["instances"]):
+        instances = len(self.cluster.status()["instances"])
+        while self.metric("serving_instances") < instances or not all(
+            instance["serving"] for instance in self.cluster.status()["instances"]
+        ):
             assert time.monotonic() < deadline, self.cluster.output()
             time.sleep(0.3)
         self.check(None)
@@ -134,8 +142,13 @@ def case(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Case]:
         cluster.assert_baseline()
 
 
-@pytest.mark.parametrize("after", [1, 2, 17])
-@pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "last rank", "daemon"])
+@pytest.mark.parametrize(
+    ("rank", "after"),
+    [(0, 1), (1, 2), (None, 17)]
+    + [
+        pytest.param(*more, marks=pytest.mark.soak) for more in [(0, 2), (0, 17), (1, 1), (1, 17), (None, 1), (None, 2)]
+    ],
+)
 def test_decode_dies_in_mid_stream(case: Case, rank: int | None, after: int) -> None:
     before = case.metric("resumed_requests_total")
     killer = Killer(case.pids(), "decode", rank, after)
@@ -145,7 +158,7 @@ def test_decode_dies_in_mid_stream(case: Case, rank: int | None, after: int) -> 
     case.settle()
 
 
-@pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "last rank", "daemon"])
+@pytest.mark.parametrize("rank", [1, None, pytest.param(0, marks=pytest.mark.soak)])
 def test_prefill_dies_before_the_transfer(case: Case, rank: int | None) -> None:
     killer = Killer(case.pids(), "prefill", rank, 0)
     before = case.metric("resumed_requests_total")
@@ -154,7 +167,7 @@ def test_prefill_dies_before_the_transfer(case: Case, rank: int | None) -> None:
     case.settle()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_prefill_dies_during_the_transfer(case: Case, rank: int) -> None:
     """Other streams have their first token; the prompt of 3 000 is being computed and sent, chunk by chunk."""
     killer = Killer(case.pids(), "prefill", rank, 1)
@@ -183,3 +196,16 @@ def test_both_sides_die(case: Case) -> None:
     case.check(both)
     assert first.killed.is_set() and second.killed.is_set()
     case.settle()
+
+
+def test_D3_host_memory_full_in_retract_is_computed_again(tiny: Path) -> None:
+    asked, wanted = prompts(tiny), reference(tiny, TOKENS)
+    short = [i for i, prompt in enumerate(asked) if len(prompt) < 40]
+    # 24 pages of 16 hold about four of these requests at their full length.
+    options = ("--pages", "24", "--max-model-len", "384", "--host-memory", "1")
+    with Cluster(*options, model=tiny) as cluster:
+        with ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda i: stream(cluster, asked[i]), short))
+        assert [i for i, got in zip(short, answers, strict=True) if got != wanted[i]] == []
+        assert metric(cluster, "resumed_requests_total") > 0, "the pool was not too small"
+        cluster.assert_baseline()
