@@ -49,6 +49,12 @@ class Client:
     counted: bool = False  # as over
 
     @property
+    def patient(self) -> bool:
+        """Resumed only when both sides of the failed attempt have ended. The real gateway does not wait for that; but
+        where a peer stands still, only who waits is still there when it goes on."""
+        return sum(self.plan.name.encode()) % 2 == 1
+
+    @property
     def over(self) -> bool:
         return bool(self.outcome) and all(not attempt.open for attempt in self.attempts)
 
@@ -153,6 +159,9 @@ class GatewayModel:
         if finish is not None and finish.ending is Ending.FAILED and attempt.open and not attempt.cancelled:
             attempt.cancelled = True
             self._cancel(attempt, "the other side ended")
+        last = finish is not None and not attempt.open and client.attempts[-1] is attempt
+        if last and client.patient and not client.outcome:
+            self.world.clock.after(BACKOFF, self._attempt, client)
         self._count(client)
 
     def _count(self, client: Client) -> None:
@@ -185,7 +194,7 @@ class GatewayModel:
         elif not retryable or len(client.attempts) > self.world.case.retries:
             client.outcome = reason
             client.retryable = retryable
-        else:  # the failed attempt may still be ending
+        elif not client.patient:  # the failed attempt may still be ending
             self.world.clock.after(BACKOFF, self._attempt, client)
 
     # -- the client ----------------------------------------------------------------------------------
