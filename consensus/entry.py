@@ -60,13 +60,18 @@ class PeerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt as submitted. `timeout` is in microseconds from the entry that opens it."""
+    """One attempt as submitted. `timeout` is in microseconds from the entry that opens it.
+
+    The last `resumed` ids of `prompt` are output that earlier attempts told: KV is computed for them as for a prompt,
+    but they count as output.
+    """
 
     key: Key
     prompt: tuple[int, ...]
     params: SamplingParams
     peer: PeerRef
     timeout: int
+    resumed: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +81,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     reason: str
     retryable: bool = False
+    hand_over: bool = False
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):

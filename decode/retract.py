@@ -33,8 +33,7 @@ class GrowthShare:
         """Pages that these requests are expected to grow by."""
         pages = 0
         for request in requests:
-            length = request.prompt_len + len(request.output)
-            remaining = min(request.params.max_tokens - len(request.output), max_len - length)
+            remaining = min(request.params.max_tokens - request.told, max_len - request.length)
             pages += -(-remaining * self.permille // (1000 * page_size))
         return pages
 

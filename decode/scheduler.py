@@ -54,7 +54,8 @@ class DecodeReplica(Replica):
 
     def refuse(self, spec: RequestSpec) -> str:
         # The last token that can be generated is never run, so its KV needs no place.
-        need = self.pages_for(min(len(spec.prompt) + spec.params.max_tokens - 1, self.config.max_model_len))
+        most = len(spec.prompt) - spec.resumed + spec.params.max_tokens - 1
+        need = self.pages_for(min(most, self.config.max_model_len))
         if need > self.config.pages:
             return f"prompt and max_tokens need {need} pages, the pool has {self.config.pages}"
         return ""
@@ -99,9 +100,10 @@ class DecodeReplica(Replica):
     def on_bad(self, request: Request, topic: str, reason: str) -> None:
         match topic:
             case entry.PREALLOC:
-                self.on_abort(request, Outcome(ERROR, f"handshake with prefill failed: {reason}", 0, True))
+                text = f"handshake with prefill failed: {reason}"
+                self.on_abort(request, Outcome(ERROR, text, request.told, True, True))
             case entry.TRANSFER:
-                self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", 0, True))
+                self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", request.told, True, True))
             case entry.SPILL | entry.FILL:
                 self._copy_failed(request, reason)
             case _:
@@ -159,7 +161,7 @@ class DecodeReplica(Replica):
 
     def _resume(self) -> None:
         for request in list(self.states[RETRACTED].values()):
-            need = self.pages_for(self._length(request))
+            need = self.pages_for(request.length)
             # Each running request may need a page at once; coming back must not make another one leave.
             if not self.leases.fits(need + len(self.states[RUNNING]) + len(self.states[READY])):
                 return
@@ -191,7 +193,7 @@ class DecodeReplica(Replica):
         for key in self._turn:
             if len(shares) == rows:
                 break
-            shares.append(Share(key, self._length(self.requests[key]) - 1, 1))
+            shares.append(Share(key, self.requests[key].length - 1, 1))
         return shares
 
     def make_row(self, request: Request, share: Share) -> Row:
@@ -212,14 +214,9 @@ class DecodeReplica(Replica):
 
     # -- inside --------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _length(request: Request) -> int:
-        """Positions of prompt and output; the last one's KV is written by the tick that runs it."""
-        return request.prompt_len + len(request.output)
-
     def _written_pages(self, request: Request) -> tuple[int, ...]:
         """The pages that hold KV: all positions but the last token's."""
-        return self.leases.get(request.key).pages[: self.pages_for(self._length(request) - 1)]
+        return self.leases.get(request.key).pages[: self.pages_for(request.length - 1)]
 
     def _receive(self, request: Request, first: TokenOut) -> None:
         """All KV is here. The prefill side told the client the first token already; positions let it drop one."""
@@ -234,7 +231,7 @@ class DecodeReplica(Replica):
         if outcome is not None:
             self._share.finished()
             self._complete(request, outcome)
-        elif self.pages_for(self._length(request)) <= len(self.leases.get(request.key).pages):
+        elif self.pages_for(request.length) <= len(self.leases.get(request.key).pages):
             self._turn[request.key] = None
         else:
             self._needy[request.key] = None
@@ -277,6 +274,6 @@ class DecodeReplica(Replica):
         self.leases.drop(request.key, copy_holder(request.stage_seq))
         if request.ending is None:
             text = f"retracted, and its KV could not be kept: {reason}"
-            self.end(request, Outcome(ERROR, text, len(request.output), True))
+            self.end(request, Outcome(ERROR, text, request.told, True))
             self.leases.drop(request.key, REQUEST)
         self.move(request, ABORTING)

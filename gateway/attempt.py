@@ -1,16 +1,16 @@
 """Runs one attempt of one request on a pair of instances.
 
-In: a pair, a job, links. Out: batches of merged tokens and, last, the `Finish`. Invariants: both
-Generate calls end (by themselves, or cancelled within `drain_s` of the finish), and `on_side_end`
-is called once per side when its call has. When the attempt fails, or is ended early, both sides
-also get an Abort: a cancelled call may reach an instance late or not at all.
+In: a pair, links, a job, what earlier attempts delivered. Out: batches of merged tokens and, last, the
+`Finish`. Invariants: both Generate calls end (by themselves, or cancelled within `drain_s` of the
+finish), and `on_side_end` is called once per side when its call has. When the attempt fails, or is
+ended early, both sides also get an Abort: a cancelled call may reach an instance late or not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,17 +67,25 @@ class Attempt:
     background: Background
     on_side_end: Callable[[Side], None]
     on_broken: Callable[[Side, bool], None]  # a call failed for the instance's sake; True: it cannot be reached
+    on_hand_over: Callable[[bool], None]  # the hand-over worked, or what failed was the hand-over
     _merge: Merge = field(default_factory=Merge)
     _tokens: list[Token] = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _readers: dict[Side, asyncio.Task[None]] = field(default_factory=dict)
     _closing: bool = False
+    _handed_over: bool = False
 
-    def start(self, job: Job) -> None:
+    @property
+    def delivered(self) -> Sequence[int]:
+        """Ids of all output tokens so far, those of earlier attempts included."""
+        return self._merge.delivered
+
+    def start(self, job: Job, delivered: Sequence[int], timeout_s: float) -> None:
+        """Goes on behind the tokens that earlier attempts delivered."""
+        self._merge = Merge(delivered)
         for side in Side:
-            request = generate_request(
-                self.request_id, self.number, job, self.pair.of(side.other), self.config.request_timeout_s
-            )
+            here, peer = self.pair.of(side), self.pair.of(side.other)
+            request = generate_request(self.request_id, self.number, job, delivered, here, peer, timeout_s)
             reader = self.background.start(self._read(side, request))
             # Not in the reader itself: one cancelled before its first step would never say so.
             reader.add_done_callback(lambda _, side=side: self.on_side_end(side))  # type: ignore[misc]
@@ -100,9 +108,8 @@ class Attempt:
         self._close(Finish(Ending.FAILED, reason, status), reason, cancel=True)
 
     async def _read(self, side: Side, request: generation_pb2.GenerateRequest) -> None:
-        timeout = self.config.request_timeout_s + CALL_SLACK_S
         try:
-            call = self.links[side].generation.Generate(request, timeout=timeout)
+            call = self.links[side].generation.Generate(request, timeout=request.timeout_s + CALL_SLACK_S)
             async for response in call:
                 self._happened(tell(self._merge, side, response))
             self._happened(self._merge.broke(side, "", "its stream ended without an outcome"))
@@ -127,10 +134,15 @@ class Attempt:
         self._happened(self._merge.broke(side, status, f"{reason} ({status})"))
 
     def _happened(self, events: list[Event]) -> None:
+        if self._merge.handed_over and not self._handed_over:
+            self._handed_over = True
+            self.on_hand_over(True)
         for event in events:
             if isinstance(event, Deliver):
                 self._tokens.extend(event.tokens)
             elif event.ending is Ending.FAILED:
+                if event.hand_over:
+                    self.on_hand_over(False)
                 self._wind_up(event.reason, abort=True, cancel=True)
             else:
                 self._wind_up("", abort=False, cancel=False)

@@ -21,6 +21,8 @@ class GatewayConfig:
     max_inflight: int = 1024  # generation requests at once; beyond it clients get 429
     max_body_bytes: int = 32 * 1024 * 1024
     request_timeout_s: float = 600.0  # told to the instances; the gateway waits a little longer
+    resumes: int = 3  # times a request may go on elsewhere after what served it has failed
+    resume_wait_s: float = 120.0  # how long it waits for a pair that serves before it is given up
     shutdown_grace_s: float = 10.0  # after SIGTERM, for requests in flight
     describe_interval_s: float = 5.0  # between two looks at an instance that serves
     describe_timeout_s: float = 3.0
@@ -33,6 +35,8 @@ class GatewayConfig:
             raise ValueError(f"max_inflight must be at least 1, not {self.max_inflight}")
         if self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be positive, not {self.request_timeout_s}")
+        if self.resumes < 0 or self.resume_wait_s < 0:
+            raise ValueError(f"resumes and resume_wait_s cannot be negative: {self.resumes}, {self.resume_wait_s}")
 
     @property
     def served_name(self) -> str:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway.attempt import CALL_SLACK_S, Attempt
+from gateway.attempt import CALL_SLACK_S
+from gateway.course import Course
 from gateway.errors import ApiError, model_not_found, request_failed, timed_out
 from gateway.generation_job import Job, make_job
 from gateway.http_shell import GATEWAY, JSON_HEADERS, PAIR, REQUEST_ID, STREAMING
@@ -60,7 +61,7 @@ class Run:
     gateway: Gateway
     request: GenerationRequest
     job: Job
-    attempt: Attempt
+    course: Course
     output: Output
     reply: Reply
     arrived: float
@@ -73,14 +74,14 @@ class Run:
         """What the client may see, batch by batch; the last one has the finish reason. Failure raises."""
         last, first = self.arrived, True
         while True:
-            batch = await self.attempt.next_batch()
+            batch = await self.course.next_batch()
             if batch.tokens:
                 now = time.monotonic()
                 self.gateway.metrics.tokens_arrived(len(batch.tokens), now - last, first)
                 last, first = now, False
             piece = self.output.push(batch.tokens)
             if self.output.stopped:
-                self.attempt.satisfied("stop string")
+                self.course.satisfied("stop string")
                 yield Update(piece, "stop")
                 return
             if batch.finish is None:
@@ -139,15 +140,15 @@ async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.
         raise model_not_found(request.model)
     job = make_job(request, await _prompt_ids(gateway, request), gateway.limits(), random.getrandbits(63))
     request_id = http[REQUEST_ID]
-    with gateway.attempt(request_id, 0, job) as attempt:
-        http[PAIR] = attempt.pair
+    with gateway.course(request_id, job) as course:
+        http[PAIR] = course.pair
         gateway.metrics.prompt_tokens.inc(len(job.prompt_ids))
         gateway.metrics.request_prompt_tokens.observe(len(job.prompt_ids))
         run = Run(
-            gateway, request, job, attempt, _output(gateway, job), _reply(gateway, request, job, request_id), arrived
+            gateway, request, job, course, _output(gateway, job), _reply(gateway, request, job, request_id), arrived
         )
         try:
-            return await (_stream(http, run) if request.stream else _collect(run))
+            return await (_stream(http, run) if request.stream else _collect(http, run))
         finally:
             gateway.metrics.request_output_tokens.observe(run.output.count)
 
@@ -170,8 +171,7 @@ async def _prompt_ids(gateway: Gateway, request: GenerationRequest) -> list[int]
 
 
 def _output(gateway: Gateway, job: Job) -> Output:
-    eos = () if job.sampling.ignore_eos else tuple(gateway.files.eos_ids)
-    return Output(gateway.files.vocabulary, job.stops, job.sampling.min_tokens, (*job.sampling.stop_token_ids, *eos))
+    return Output(gateway.files.vocabulary, job.stops, job.sampling.min_tokens, gateway.ending_ids(job))
 
 
 def _reply(gateway: Gateway, request: GenerationRequest, job: Job, request_id: str) -> Reply:
@@ -187,12 +187,13 @@ def _reply(gateway: Gateway, request: GenerationRequest, job: Job, request_id: s
     return CompletionReply(head, vocabulary, request.wanted_logprobs, bool(request.return_token_ids), echo)
 
 
-async def _collect(run: Run) -> tuple[web.StreamResponse, str]:
+async def _collect(http: web.Request, run: Run) -> tuple[web.StreamResponse, str]:
     pieces: list[Piece] = []
     reason = ""
     async for update in run.updates():
         pieces.append(update.piece)
         reason = update.finish_reason or reason
+    http[PAIR] = run.course.pair
     return web.Response(body=run.reply.whole(pieces, reason, run.usage), headers=JSON_HEADERS), reason
 
 
@@ -205,7 +206,7 @@ async def _stream(http: web.Request, run: Run) -> tuple[web.StreamResponse, str]
             data = b""
             if response is None:
                 response = web.StreamResponse(headers=_SSE_HEADERS)
-                http[STREAMING] = True
+                http[STREAMING], http[PAIR] = True, run.course.pair
                 await response.prepare(http)
                 data = run.reply.opening()
             # Held-back text makes empty pieces; they are of interest only to a client that wants the tokens.
@@ -222,7 +223,7 @@ async def _stream(http: web.Request, run: Run) -> tuple[web.StreamResponse, str]
     except ApiError as error:
         if response is None:
             raise
-        log.warning("%s failed after %d tokens: %s", run.attempt.request_id, run.output.count, error.message)
+        log.warning("%s failed after %d tokens: %s", run.course.request_id, run.output.count, error.message)
         await response.write(error_event(error))
     assert response is not None, "updates end with a finish or raise"
     await response.write_eof()

@@ -11,7 +11,9 @@ Rules:
 - The outcome is decode's, except: what ends the prefill side before the hand-over ends the
   request, be it success (the first token was the last) or failure. A decode token at position 1
   or later proves the hand-over; after it the fate of the prefill side no longer matters.
-- After `Finish` nothing more comes out, but the ends of both sides are still recorded.
+- After `Finish` nothing more comes out, but the ends of both sides are still recorded. So what an attempt tells
+  late, when the next one runs already, is dropped.
+- An attempt that resumes another begins behind the tokens delivered before it: positions count on.
 """
 
 from __future__ import annotations
@@ -60,6 +62,10 @@ class Finish:
     status: str = ""
     # Of a failure: another attempt on another pair may succeed.
     retryable: bool = False
+    # Of a failure that an instance told or suffered: which, unless what failed lies between the two.
+    side: Side | None = None
+    # Of a failure: it lies between the two instances of the pair.
+    hand_over: bool = False
 
 
 Event = Deliver | Finish
@@ -73,15 +79,17 @@ _RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED")
 class Merge:
     """One attempt of one request."""
 
-    def __init__(self) -> None:
-        self.delivered: list[int] = []  # ids, by position
+    def __init__(self, delivered: Iterable[int] = ()) -> None:
+        """`delivered`: what earlier attempts told of the output."""
+        self.delivered: list[int] = list(delivered)  # ids, by position
         self.finish: Finish | None = None
+        self.handed_over = False  # proven: decode has all KV and the first token
+        self._first = len(self.delivered)  # position of this attempt's first token
         self._ahead: list[Token] = []  # decode's tokens from position `_ahead_from` on, waiting for token 0
         self._ahead_from = 0
         self._next: dict[Side, int | None] = {Side.PREFILL: None, Side.DECODE: None}
         self._ended: dict[Side, bool] = {Side.PREFILL: False, Side.DECODE: False}
         self._waiting_end: tuple[Ending, int] | None = None  # decode succeeded, but tokens are missing
-        self._handed_over = False
 
     def has_ended(self, side: Side) -> bool:
         return self._ended[side]
@@ -96,14 +104,20 @@ class Merge:
         if expected is not None and position != expected:
             return self._fail(side, f"told a token at position {position} where {expected} was due")
         self._next[side] = position + len(tokens)
-        if side is Side.DECODE and position + len(tokens) > 1:
-            self._handed_over = True
+        if side is Side.DECODE and position + len(tokens) > self._first + 1:
+            self.handed_over = True
         if position > len(self.delivered):
             return self._hold(side, position, tokens)
         return self._settle(self._accept(side, position, tokens))
 
     def outcome(
-        self, side: Side, end: SideEnd, reason: str = "", output_tokens: int = 0, retryable: bool = False
+        self,
+        side: Side,
+        end: SideEnd,
+        reason: str = "",
+        output_tokens: int = 0,
+        retryable: bool = False,
+        hand_over: bool = False,
     ) -> list[Event]:
         """The side told its outcome."""
         if self._ended[side]:
@@ -112,14 +126,14 @@ class Merge:
         if self.finish is not None:
             return []
         if side is Side.PREFILL:
-            return self._prefill_ended(end, reason, output_tokens, retryable)
+            return self._prefill_ended(end, reason, output_tokens, retryable, hand_over)
         if end in _SUCCESS:
             # A success has at least one token, also if the side does not count.
-            self._waiting_end = (_SUCCESS[end], max(output_tokens, 1))
+            self._waiting_end = (_SUCCESS[end], max(output_tokens, self._first + 1))
             return self._settle([])
         if end is SideEnd.HANDED_OVER:
             return self._fail(side, "says it handed the request over, which only prefill does")
-        return self._failed_outcome(side, end, reason, retryable)
+        return self._failed_outcome(side, end, reason, retryable, hand_over)
 
     def broke(self, side: Side, status: str, reason: str) -> list[Event]:
         """The side's stream ended without an outcome."""
@@ -128,7 +142,7 @@ class Merge:
         self._ended[side] = True
         if self.finish is not None:
             return []
-        if side is Side.PREFILL and self._handed_over:
+        if side is Side.PREFILL and self.handed_over:
             return self._settle([])
         return self._fail(side, reason, status=status, retryable=status in _RETRYABLE)
 
@@ -136,16 +150,20 @@ class Merge:
         """The gateway itself ends the request: a stop string, a client that went away, its own stop."""
         return [] if self.finish is not None else self._finish(finish)
 
-    def _prefill_ended(self, end: SideEnd, reason: str, output_tokens: int, retryable: bool) -> list[Event]:
-        if end in _SUCCESS and not self._handed_over:
-            if max(output_tokens, 1) > len(self.delivered):
+    def _prefill_ended(
+        self, end: SideEnd, reason: str, output_tokens: int, retryable: bool, hand_over: bool
+    ) -> list[Event]:
+        if end in _SUCCESS and not self.handed_over:
+            if max(output_tokens, self._first + 1) > len(self.delivered):
                 return self._fail(Side.PREFILL, f"told {len(self.delivered)} of its {output_tokens} tokens")
             return self._finish(Finish(_SUCCESS[end]))
-        if end is SideEnd.HANDED_OVER or self._handed_over:
+        if end is SideEnd.HANDED_OVER:
+            self.handed_over = True
+        if self.handed_over:
             return self._settle([])
-        return self._failed_outcome(Side.PREFILL, end, reason, retryable)
+        return self._failed_outcome(Side.PREFILL, end, reason, retryable, hand_over)
 
-    def _failed_outcome(self, side: Side, end: SideEnd, reason: str, retryable: bool) -> list[Event]:
+    def _failed_outcome(self, side: Side, end: SideEnd, reason: str, retryable: bool, hand_over: bool) -> list[Event]:
         # An abort that the gateway did not ask for is the instance's own, as when it drains.
         elsewhere = retryable or end is SideEnd.ABORT
         return self._fail(
@@ -153,6 +171,7 @@ class Merge:
             reason or f"ended the request ({end.value})",
             status="UNAVAILABLE" if elsewhere else "",
             retryable=elsewhere,
+            hand_over=hand_over,
         )
 
     def _accept(self, side: Side, position: int, tokens: Iterable[Token]) -> list[Event]:
@@ -199,8 +218,11 @@ class Merge:
     def _gap(self, position: int) -> str:
         return f"told a token at position {position}, but position {len(self.delivered)} never came"
 
-    def _fail(self, side: Side, reason: str, *, status: str = "", retryable: bool = False) -> list[Event]:
-        return self._finish(Finish(Ending.FAILED, f"{side.value} side: {reason}", status, retryable))
+    def _fail(
+        self, side: Side, reason: str, *, status: str = "", retryable: bool = False, hand_over: bool = False
+    ) -> list[Event]:
+        blamed = None if hand_over else side
+        return self._finish(Finish(Ending.FAILED, f"{side.value} side: {reason}", status, retryable, blamed, hand_over))
 
     def _finish(self, finish: Finish) -> list[Event]:
         assert self.finish is None, "a request ends once"

@@ -31,6 +31,20 @@ class Metrics:
             name("inter_token_seconds"), "Between consecutive tokens of a request", buckets=_ITL, registry=registry
         )
         self.duration = Histogram(name("request_seconds"), "Arrival to the end", buckets=_E2E, registry=registry)
+        self.attempts = Counter(name("attempts"), "Attempts started on a pair of instances", registry=registry)
+        self._resumes = Counter(
+            name("resumes"),
+            "Attempts that went on after one that failed, by what failed",
+            ["reason"],
+            registry=registry,
+        )
+        self._resumed = Counter(name("resumed_requests"), "Requests resumed at least once", registry=registry)
+        self.given_up = Counter(
+            name("resumes_given_up"),
+            "Requests that could not be resumed, by what failed",
+            ["reason"],
+            registry=registry,
+        )
         self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens accepted", registry=registry)
         self.output_tokens = Counter(name("output_tokens"), "Output tokens merged", registry=registry)
         self.request_prompt_tokens = Histogram(
@@ -49,6 +63,12 @@ class Metrics:
             count, seconds = count - 1, 0.0
         for _ in range(count):
             self.inter_token.observe(seconds / count)
+
+    def resumed(self, reason: str, first: bool) -> None:
+        """A request goes on after a failure; `first`: after its first one."""
+        self._resumes.labels(reason).inc()
+        if first:
+            self._resumed.inc()
 
     def render(self, fleet: Fleet) -> bytes:
         self._instances.labels("prefill").set(len(fleet.prefills))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -47,6 +49,8 @@ class _Watched:
     instance: Instance | None = None  # None: takes no requests now
     status: str = "not asked yet"  # why not, for people
     look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    looking: bool = False  # it is being asked
+    looked: asyncio.Event = field(default_factory=asyncio.Event)  # it has answered, or not; a new event each time
     task: asyncio.Task[None] | None = None
 
 
@@ -57,6 +61,7 @@ class Registry:
         self._watched: dict[str, _Watched] = {}
         self._told: dict[str, None] = {}  # incompatibilities already in the log
         self._fleet = Fleet()
+        self._changed = asyncio.Event()  # a new event at each change
         self._leaving: list[asyncio.Task[None]] = []  # closing the channels of instances that are no more
 
     async def set_endpoints(self, endpoints: Endpoints) -> None:
@@ -97,6 +102,20 @@ class Registry:
             watched.instance, watched.status = None, "a call failed"
             self._refresh()
 
+    async def ask_again(self, instance: Instance) -> None:
+        """Waits until the fleet knows what the instance, in whatever incarnation, says of itself from now on."""
+        watched = self._watched.get(instance.dialed)
+        if watched is None:
+            return
+        watched.look_now.set()
+        # An answer to a question of before may be out of date.
+        for _ in range(2 if watched.looking else 1):
+            await watched.looked.wait()
+
+    def change(self) -> Coroutine[Any, Any, object]:
+        """Waits until the fleet is another one than at the call."""
+        return self._changed.wait()
+
     def describe(self) -> list[dict[str, str | bool]]:
         """For people: every endpoint and what is known of it."""
         return [
@@ -109,6 +128,7 @@ class Registry:
             watched.task.cancel()
             with suppress(asyncio.CancelledError):
                 await watched.task
+        watched.looked.set()  # nobody need wait for an answer any more
         if grace_s == 0.0:
             await watched.link.channel.close(grace=None)
             return
@@ -119,7 +139,11 @@ class Registry:
         backoff = _FIRST_BACKOFF_S
         while True:
             watched.look_now.clear()
+            watched.looking = True
             await self._look(watched)
+            watched.looking = False
+            watched.looked.set()
+            watched.looked = asyncio.Event()
             if watched.instance is not None:
                 backoff = _FIRST_BACKOFF_S
                 pause = self._config.describe_interval_s
@@ -166,7 +190,10 @@ class Registry:
         def serving(side: Side) -> tuple[Instance, ...]:
             return tuple(w.instance for w in self._watched.values() if w.side is side and w.instance is not None)
 
-        self._fleet = Fleet(serving(Side.PREFILL), serving(Side.DECODE))
+        before, self._fleet = self._fleet, Fleet(serving(Side.PREFILL), serving(Side.DECODE))
+        if self._fleet != before:
+            self._changed.set()
+            self._changed = asyncio.Event()
         for prefill in self._fleet.prefills:
             for decode in self._fleet.decodes:
                 reason = why_unpairable(prefill, decode)

@@ -1,8 +1,7 @@
 """What all handlers of one gateway share, and the two ways in and out of it.
 
-In: admitted requests and their jobs. Out: started attempts. Invariants: `in_flight` never exceeds
-`max_inflight`; every started attempt is in `_attempts` until its request has ended; each pair the
-router chose is given back once per side.
+In: admitted requests and their jobs. Out: started courses. Invariants: `in_flight` never exceeds
+`max_inflight`; every started course is in `_courses` until its request has ended.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from gateway.attempt import Attempt, Background
+from gateway.attempt import Background
 from gateway.config import GatewayConfig
+from gateway.course import Course, Means
 from gateway.errors import too_busy, unavailable
 from gateway.generation_job import Job, Limits
-from gateway.instances import Side
 from gateway.metrics import Metrics
 from gateway.model_files import ModelFiles
 from gateway.registry import Endpoints, Registry
-from gateway.router import Cost, Router
+from gateway.router import Router
 
 
 class Gateway:
@@ -32,9 +31,10 @@ class Gateway:
         self.stopping = False
         self.in_flight = 0
         self._background = Background()
+        self._means = Means(config, self.registry, self.router, self.metrics, self._background)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._attempts: dict[str, Attempt] = {}
+        self._courses: dict[str, Course] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -71,37 +71,27 @@ class Gateway:
             self.metrics.in_flight.dec()
 
     @contextmanager
-    def attempt(self, request_id: str, number: int, job: Job) -> Iterator[Attempt]:
-        """A started attempt on a freshly chosen pair. Leaving early ends it on both sides."""
-        cost = Cost(len(job.prompt_ids), job.sampling.max_tokens)
-        pair = self.router.choose(self.registry.fleet, cost)
-        if isinstance(pair, str):
-            raise unavailable(pair)
-        links = {side: self.registry.link(pair.of(side)) for side in Side}
-        attempt = Attempt(
-            request_id=request_id,
-            number=number,
-            pair=pair,
-            links={side: link for side, link in links.items() if link is not None},
-            config=self.config,
-            background=self._background,
-            on_side_end=lambda side: self.router.ended(pair.of(side), cost),
-            on_broken=lambda side, unreachable: self.registry.failed(pair.of(side), unreachable),
-        )
-        self._attempts[request_id] = attempt
-        attempt.start(job)
+    def course(self, request_id: str, job: Job) -> Iterator[Course]:
+        """A started request. Leaving early ends it on both sides."""
+        course = Course(self._means, request_id, job, self.ending_ids(job))
+        self._courses[request_id] = course
         try:
-            yield attempt
+            yield course
         finally:
-            del self._attempts[request_id]
-            attempt.cancel("client went away")
+            del self._courses[request_id]
+            course.cancel("client went away")
+
+    def ending_ids(self, job: Job) -> tuple[int, ...]:
+        """Token ids that end the request."""
+        eos = () if job.sampling.ignore_eos else tuple(self.files.eos_ids)
+        return (*job.sampling.stop_token_ids, *eos)
 
     async def drain(self) -> None:
         """Takes no new requests, gives those in flight the grace, then ends them."""
         self.stopping = True
         await self._idle_within(self.config.shutdown_grace_s)
-        for attempt in list(self._attempts.values()):
-            attempt.cancel("the gateway is stopping", "UNAVAILABLE")
+        for course in list(self._courses.values()):
+            course.cancel("the gateway is stopping", "UNAVAILABLE")
         await self._idle_within(1.0)
 
     async def _idle_within(self, seconds: float) -> None:

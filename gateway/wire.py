@@ -7,6 +7,7 @@ except the calls themselves (`registry`, `attempt`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -115,15 +116,24 @@ def _sampling(sampling: Sampling) -> generation_pb2.SamplingParams:
 
 
 def generate_request(
-    request_id: str, attempt: int, job: Job, peer: Instance, timeout_s: float
+    request_id: str,
+    attempt: int,
+    job: Job,
+    delivered: Sequence[int],
+    instance: Instance,
+    peer: Instance,
+    timeout_s: float,
 ) -> generation_pb2.GenerateRequest:
+    """What `instance` is asked. `delivered`: output of earlier attempts, behind which this one goes on."""
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         attempt=attempt,
-        prompt_ids=job.prompt_ids,
+        prompt_ids=(*job.prompt_ids, *delivered),
         sampling=_sampling(job.sampling),
         peer=common_pb2.InstanceRef(instance_id=peer.instance_id, address=peer.address, epoch=peer.epoch),
         timeout_s=timeout_s,
+        resumed=len(delivered),
+        epoch=instance.epoch,
     )
 
 
@@ -142,5 +152,5 @@ def tell(merge: Merge, side: Side, response: generation_pb2.GenerateResponse) ->
     if event == "outcome":
         outcome = response.outcome
         end = _SIDE_ENDS.get(outcome.kind, SideEnd.ERROR)
-        return merge.outcome(side, end, outcome.reason, outcome.output_tokens, outcome.retryable)
+        return merge.outcome(side, end, outcome.reason, outcome.output_tokens, outcome.retryable, outcome.hand_over)
     return []  # an event of a newer protocol

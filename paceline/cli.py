@@ -163,6 +163,20 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="for requests in flight at SIGTERM (default: 10)",
     )
+    group.add_argument(
+        "--resumes",
+        type=AT_LEAST_ZERO,
+        default=3,
+        metavar="N",
+        help="times a request goes on elsewhere after what served it has failed (default: 3)",
+    )
+    group.add_argument(
+        "--resume-wait",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="how long it waits until a pair serves again (default: 120)",
+    )
     parser.set_defaults(run=_run_gateway)
 
 

@@ -39,6 +39,8 @@ def gateway_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         ("--max-inflight", options.max_inflight),
         ("--request-timeout-s", options.request_timeout),
         ("--shutdown-grace-s", options.shutdown_grace),
+        ("--resumes", options.resumes),
+        ("--resume-wait-s", options.resume_wait),
     ):
         arguments += [option, str(value)]
     for role in ("prefill", "decode"):

@@ -14,9 +14,14 @@ ERROR: Final = "error"
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """Exactly one per attempt and side. `retryable`: another pair may succeed."""
+    """Exactly one per attempt and side. `retryable`: another pair may succeed.
+
+    `hand_over`: what failed lies between the two instances of the pair, not in one of them. `output_tokens` counts
+    those of earlier attempts too.
+    """
 
     kind: str
     reason: str = ""
     output_tokens: int = 0
     retryable: bool = False
+    hand_over: bool = False

@@ -229,7 +229,7 @@ class Replica(ABC):
     def reply(self, request: Request, token: TokenOut) -> None:
         request.output.append(token.token)
         self.digest.note("token", request.key.request, request.key.attempt, token.token)
-        self.emit(Reply(request.key, len(request.output) - 1, (token,)))
+        self.emit(Reply(request.key, request.told - 1, (token,)))
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
@@ -254,7 +254,7 @@ class Replica(ABC):
         request = Request(spec, self.first_state, self.clock, self.seq, self.opened)
         self.requests[key] = request
         self.attempts[key.room] = self.rooms[key.room] = key
-        self.digest.note("open", key.request, key.attempt, len(spec.prompt))
+        self.digest.note("open", key.request, key.attempt, len(spec.prompt), spec.resumed)
         self._enter(request)
         self.emit(OpenRoom(key, spec.peer, len(spec.prompt)))
 
@@ -267,7 +267,8 @@ class Replica(ABC):
         request = self.requests.get(abort.key)
         if request is None or request.state == ABORTING or request.ending is not None:
             return
-        self.on_abort(request, Outcome(abort.kind, abort.reason, len(request.output), abort.retryable))
+        outcome = Outcome(abort.kind, abort.reason, request.told, abort.retryable, abort.hand_over)
+        self.on_abort(request, outcome)
 
     def _verdict(self, verdict: Verdict) -> None:
         # A key that has left its stage since the ballot is skipped, identically on every rank.

@@ -11,7 +11,11 @@ ABORTING = "aborting"
 
 
 class Request:
-    """`computed` counts positions whose KV is written or in flight; `ticks` the launches not yet harvested."""
+    """`computed` counts positions whose KV is written or in flight; `ticks` the launches not yet harvested.
+
+    `output` holds this attempt's tokens. The request's output is longer by the `resumed` last ids of the prompt;
+    `told` is its length, and `length` that of the whole text.
+    """
 
     __slots__ = (
         "computed", "deadline", "ending", "number", "output", "spec", "stage_deadline", "stage_seq", "state", "ticks"
@@ -42,6 +46,14 @@ class Request:
         return len(self.spec.prompt)
 
     @property
+    def told(self) -> int:
+        return self.spec.resumed + len(self.output)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_len + len(self.output)
+
+    @property
     def stage(self) -> StageKey:
         return StageKey(self.spec.key, self.stage_seq)
 
@@ -53,21 +65,22 @@ class Request:
         """
         token, params = self.output[-1], self.params
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
-            return Outcome(STOP, output_tokens=len(self.output))
-        if len(self.output) >= params.max_tokens or self.prompt_len + len(self.output) >= max_len:
-            return Outcome(LENGTH, output_tokens=len(self.output))
+            return Outcome(STOP, output_tokens=self.told)
+        if self.told >= params.max_tokens or self.length >= max_len:
+            return Outcome(LENGTH, output_tokens=self.told)
         return None
 
     def sample(self, eos: tuple[int, ...]) -> SampleSpec:
         """What the sampler needs for the next output token."""
-        params = self.params
-        early = len(self.output) < params.min_tokens
+        params, prompt = self.params, self.spec.prompt
+        early = self.told < params.min_tokens
         # Copying the output at every token would be quadratic; only penalties look at it.
         penal = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        own = len(prompt) - self.spec.resumed
         return SampleSpec(
             params,
-            self.prompt_len + len(self.output),
+            self.length,
             (*eos, *params.stop_token_ids) if early else (),
-            self.spec.prompt if penal else (),
-            tuple(self.output) if penal else (),
+            prompt[:own] if penal else (),
+            (*prompt[own:], *self.output) if penal else (),
         )

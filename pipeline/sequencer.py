@@ -236,7 +236,8 @@ class Sequencer:
                 self._aborts.append(Abort(request.key, ERROR, f"timed out while {request.state}"))
             elif request.stage_deadline and clock >= request.stage_deadline:
                 seconds = replica.config.stage_timeout / 1e6
-                self._aborts.append(Abort(request.key, ERROR, f"{request.state} for more than {seconds:g} s", True))
+                why = f"{request.state} for more than {seconds:g} s"
+                self._aborts.append(Abort(request.key, ERROR, why, retryable=True, hand_over=True))
             else:
                 nearest = min(d for d in (request.deadline, request.stage_deadline) if d)
                 if not self._next_deadline or nearest < self._next_deadline:

@@ -42,7 +42,8 @@ class PrefillReplica(Replica):
                 self.move(request, WAITING)
         elif request.state in (BOOTSTRAPPING, WAITING, RUNNING) and request.ending is None:
             # Valid until the hand-over votes take over: a peer that fails early must not cost a forward.
-            self.on_abort(request, Outcome(ERROR, f"bootstrap failed: {admission.reason}", 0, True))
+            text = f"bootstrap failed: {admission.reason}"
+            self.on_abort(request, Outcome(ERROR, text, request.told, True, True))
 
     def on_abort(self, request: Request, outcome: Outcome) -> None:
         if request.state in (BOOTSTRAPPING, WAITING):
@@ -58,7 +59,7 @@ class PrefillReplica(Replica):
 
     def on_good(self, request: Request, topic: str, payload: bytes) -> None:
         if topic == TRANSFER:
-            handed_over = Outcome(HANDED_OVER, output_tokens=len(request.output))
+            handed_over = Outcome(HANDED_OVER, output_tokens=request.told)
             self.end(request, request.finish(self.config.eos_ids, self.config.max_model_len) or handed_over)
             self.leases.drop(request.key, REQUEST)
         self.leases.drop(request.key, SENDER)
@@ -66,7 +67,7 @@ class PrefillReplica(Replica):
 
     def on_bad(self, request: Request, topic: str, reason: str) -> None:
         assert topic == TRANSFER, "a fence cannot fail"
-        self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", len(request.output), True))
+        self._quarantine(request, Outcome(ERROR, f"KV transfer failed: {reason}", request.told, True, True))
 
     def on_harvest(self, request: Request, row: Row, token: TokenOut | None) -> None:
         if request.ending is not None:

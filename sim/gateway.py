@@ -1,4 +1,4 @@
-"""The gateway, as far as the cluster notices it: pairs, retries, cancels; with the real `Merge`.
+"""The gateway, as far as the cluster notices it: pairs, resumed requests, cancels; with the real `Merge`.
 
 In: the request plans of a case; what instances tell; deaths. Out: submits and cancels. Checked here:
 delivered tokens equal the reference's, each attempt ends on both sides, and nothing fails without an
@@ -31,7 +31,7 @@ _ENDS = {end.value.replace(" ", "_"): end for end in SideEnd}
 class Attempt:
     key: Key
     names: dict[Side, str]  # instance of each side
-    merge: Merge = field(default_factory=Merge)
+    merge: Merge
     open: dict[Side, Incarnation | None] = field(default_factory=dict)  # sides that have not ended; None: not there yet
     cancelled: bool = False
 
@@ -46,6 +46,13 @@ class Client:
     gone: bool = False  # the client gave up
     outcome: str = ""  # "", "ok", or why it failed
     retryable: bool = False
+    counted: bool = False  # as over
+
+    @property
+    def patient(self) -> bool:
+        """Resumed only when both sides of the failed attempt have ended. The real gateway does not wait for that; but
+        where a peer stands still, only who waits is still there when it goes on."""
+        return sum(self.plan.name.encode()) % 2 == 1
 
     @property
     def over(self) -> bool:
@@ -84,16 +91,17 @@ class GatewayModel:
             return
         key = Key(plan.name, len(client.attempts))
         names = pair or world.choose_pair(client.attempts[-1].names if client.attempts else None)
-        attempt = Attempt(key, {Side.PREFILL: names[0], Side.DECODE: names[1]})
+        merge = Merge(client.delivered)
+        attempt = Attempt(key, {Side.PREFILL: names[0], Side.DECODE: names[1]}, merge)
         client.attempts.append(attempt)
         self.numbers[key] = len(self.numbers) + 1
         self.owners[key] = (client, attempt)
-        params = SamplingParams(max_tokens=plan.output - len(client.delivered), ignore_eos=plan.ignore_eos)
+        params = SamplingParams(max_tokens=plan.output, ignore_eos=plan.ignore_eos)
+        prompt, resumed = (*client.prompt, *client.delivered), len(client.delivered)
         for side in Side:
             other = attempt.names[side.other]
             epoch = 0 if plan.any_epoch else world.epochs[other]
-            prompt = (*client.prompt, *client.delivered)
-            spec = RequestSpec(key, prompt, params, PeerRef(other, other, epoch), plan.timeout)
+            spec = RequestSpec(key, prompt, params, PeerRef(other, other, epoch), plan.timeout, resumed)
             attempt.open[side] = None
             for _ in range(1 + (plan.twice and key.attempt == 0)):
                 world.to_instance(attempt.names[side], self._submitted, attempt, side, spec)
@@ -117,7 +125,9 @@ class GatewayModel:
             if side not in attempt.open:
                 return  # counted as broken when it died
             del attempt.open[side]
-            events = attempt.merge.outcome(side, _ENDS[said.kind], said.reason, said.output_tokens, said.retryable)
+            events = attempt.merge.outcome(
+                side, _ENDS[said.kind], said.reason, said.output_tokens, said.retryable, said.hand_over
+            )
         else:
             position, tokens = said
             events = attempt.merge.tokens(side, position, [Token(t.token) for t in tokens])
@@ -143,17 +153,21 @@ class GatewayModel:
             match event:
                 case Deliver(tokens):
                     self._deliver(client, [token.id for token in tokens])
-                case Finish(ending, reason, _, retryable):
+                case Finish(ending, reason, retryable=retryable):
                     self._finish(client, attempt, ending, reason, retryable)
         finish = attempt.merge.finish
         if finish is not None and finish.ending is Ending.FAILED and attempt.open and not attempt.cancelled:
             attempt.cancelled = True
             self._cancel(attempt, "the other side ended")
-        if not attempt.open and finish is not None and client.attempts[-1] is attempt:
-            if not client.outcome:
-                self.world.clock.after(BACKOFF, self._attempt, client)
-            elif client.over:
-                self.waiting -= 1
+        last = finish is not None and not attempt.open and client.attempts[-1] is attempt
+        if last and client.patient and not client.outcome:
+            self.world.clock.after(BACKOFF, self._attempt, client)
+        self._count(client)
+
+    def _count(self, client: Client) -> None:
+        if client.over and not client.counted:
+            client.counted = True
+            self.waiting -= 1
 
     def _deliver(self, client: Client, tokens: list[int]) -> None:
         at = len(client.delivered)
@@ -180,6 +194,8 @@ class GatewayModel:
         elif not retryable or len(client.attempts) > self.world.case.retries:
             client.outcome = reason
             client.retryable = retryable
+        elif not client.patient:  # the failed attempt may still be ending
+            self.world.clock.after(BACKOFF, self._attempt, client)
 
     # -- the client ----------------------------------------------------------------------------------
 
@@ -188,12 +204,11 @@ class GatewayModel:
             return
         client.outcome, client.gone = "cancelled", True
         attempt = client.attempts[-1]
-        if not attempt.open:
-            self.waiting -= 1  # between two attempts
-            return
-        attempt.merge.close(Finish(Ending.FAILED, "cancelled"))
-        attempt.cancelled = True
-        self._cancel(attempt, "cancelled by the client")
+        if attempt.open and not attempt.cancelled:
+            attempt.merge.close(Finish(Ending.FAILED, "cancelled"))
+            attempt.cancelled = True
+            self._cancel(attempt, "cancelled by the client")
+        self._count(client)  # it may be between two attempts
 
     def _cancel(self, attempt: Attempt, reason: str) -> None:
         for side in list(attempt.open):

@@ -47,7 +47,12 @@ def spec_of(request: generation_pb2.GenerateRequest, limits: Limits) -> RequestS
         raise Refused("prompt_ids is empty; a prompt has at least one token")
     _check_ids("prompt_ids", prompt, limits.vocab_size)
     params = _params_of(request.sampling, limits)
-    _check_room(len(prompt), params.max_tokens, limits)
+    if request.resumed >= min(len(prompt), params.max_tokens):
+        raise Refused(
+            f"resumed is {request.resumed}; it must be less than the {len(prompt)} prompt_ids that it is part of, "
+            f"and than max_tokens, {params.max_tokens}"
+        )
+    _check_room(len(prompt), request.resumed, params.max_tokens, limits)
     peer = request.peer
     if not peer.instance_id or not peer.address or max(len(peer.instance_id), len(peer.address)) > _LONGEST_NAME:
         given = f"{peer.instance_id[:40]!r} and {peer.address[:40]!r}"
@@ -62,6 +67,7 @@ def spec_of(request: generation_pb2.GenerateRequest, limits: Limits) -> RequestS
         params=params,
         peer=PeerRef(peer.instance_id, peer.address, peer.epoch),
         timeout=int(timeout * 1e6),
+        resumed=request.resumed,
     )
 
 
@@ -105,14 +111,15 @@ def _params_of(wire: generation_pb2.SamplingParams, limits: Limits) -> SamplingP
     )
 
 
-def _check_room(prompt: int, max_tokens: int, limits: Limits) -> None:
+def _check_room(given: int, resumed: int, max_tokens: int, limits: Limits) -> None:
     """The request fits the context and, alone, the pool; one that does not would wait for ever."""
+    prompt = given - resumed
     if prompt + max_tokens > limits.max_model_len:
         raise Refused(
             f"prompt of {prompt} tokens and max_tokens {max_tokens} are {prompt + max_tokens} together, "
             f"but the context has {limits.max_model_len}"
         )
-    positions, what = (prompt, "the prompt") if limits.role == "prefill" else (prompt + max_tokens, "prompt and output")
+    positions, what = (given, "the prompt") if limits.role == "prefill" else (prompt + max_tokens, "prompt and output")
     pages = -(-positions // limits.page_size)
     if pages > limits.pages:
         raise Refused(

@@ -49,6 +49,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         if not self._supervisor.serving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._supervisor.not_serving_reason())
+        if request.epoch not in (0, self._supervisor.epoch):
+            meant = f"the request is for epoch {request.epoch}, but this is epoch {self._supervisor.epoch}"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, meant)
         try:
             spec = spec_of(request, self._limits())
             stream = self._attempts.open(spec.key)
@@ -119,6 +122,7 @@ def _on_wire(event: TokenRun | Outcome) -> generation_pb2.GenerateResponse:
             reason=event.reason,
             output_tokens=event.output_tokens,
             retryable=event.retryable,
+            hand_over=event.hand_over,
         )
     )
 

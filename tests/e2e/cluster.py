@@ -56,12 +56,16 @@ class Cluster:
         deadline = time.monotonic() + START
         while time.monotonic() < deadline:
             if "ready: " in self.output():
-                self.record = json.loads((Path(self.folder.name) / "cluster.json").read_text())
+                self.record = self._read_record()
                 self.url, self.model = self.record["url"], self.record["model_name"]
                 return
             assert self.process.poll() is None, self.output()
             time.sleep(0.2)
         raise AssertionError(f"not ready after {START:g} s:\n{self.output()}")
+
+    def _read_record(self) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((Path(self.folder.name) / "cluster.json").read_text())
+        return record
 
     def output(self) -> str:
         """What `paceline up` printed."""
@@ -113,12 +117,12 @@ class Cluster:
         """pid → name of every process of the cluster."""
         found = {self.process.pid: "up"}
         try:
-            for part in self.record["parts"]:
+            for part in self._read_record()["parts"]:  # a part that was started again has another pid
                 found[part["pid"]] = part["name"]
             for inst in self.status()["instances"]:
                 for rank in inst["ranks"]:
                     found[rank["pid"]] = f"{inst['instance']} rank {rank['rank']}"
-        except (AttributeError, AssertionError, subprocess.TimeoutExpired):
+        except (FileNotFoundError, AssertionError, subprocess.TimeoutExpired):
             pass  # it never came up
         return found
 

@@ -136,9 +136,9 @@ def test_prefill_failing_after_the_hand_over_is_of_no_interest() -> None:
 
 def test_a_broken_stream_keeps_its_status() -> None:
     finish = finish_of(Merge().broke(P, "INVALID_ARGUMENT", "too long"))
-    assert finish == Finish(Ending.FAILED, "prefill side: too long", "INVALID_ARGUMENT", retryable=False)
+    assert finish == Finish(Ending.FAILED, "prefill side: too long", "INVALID_ARGUMENT", side=P)
     finish = finish_of(Merge().broke(D, "UNAVAILABLE", "loading"))
-    assert finish == Finish(Ending.FAILED, "decode side: loading", "UNAVAILABLE", retryable=True)
+    assert finish == Finish(Ending.FAILED, "decode side: loading", "UNAVAILABLE", retryable=True, side=D)
 
 
 def test_only_prefill_hands_over_and_nobody_ends_twice() -> None:

@@ -84,7 +84,16 @@ def test_it_starts_answers_and_ends_on_sigterm_after_what_is_in_flight(model_fol
 
 def test_a_stopped_instance_is_noticed_and_used_again(model_folder: Path) -> None:
     async def test() -> None:
-        pings = ("--keepalive-s", "1.0", "--keepalive-timeout-s", "1.0", "--describe-timeout-s", "0.5")
+        pings = (
+            "--keepalive-s",
+            "1.0",
+            "--keepalive-timeout-s",
+            "1.0",
+            "--describe-timeout-s",
+            "0.5",
+            "--resumes",
+            "0",
+        )
         async with (
             process("tests.gateway.frozen_instance", "prefill") as prefill,
             process("tests.gateway.frozen_instance", "decode") as decode,

@@ -26,8 +26,9 @@ D = [instance(Side.DECODE, f"d{i}") for i in range(3)]
 
 
 def chosen(router: Router, fleet: Fleet, cost: Cost) -> Pair:
-    pair = router.choose(fleet, cost)
+    pair = router.choose(fleet, 0.0)
     assert isinstance(pair, Pair)
+    router.started(pair, cost, 0.0)
     return pair
 
 
@@ -58,7 +59,7 @@ def test_incompatible_instances_are_never_paired() -> None:
     assert why_unpairable(P[0], other) == "page size 16 and 32"
     pair = chosen(Router(), Fleet((P[0],), (other, D[1])), Cost(1, 1))
     assert pair.decode is D[1]
-    reason = Router().choose(Fleet((P[0],), (other,)), Cost(1, 1))
+    reason = Router().choose(Fleet((P[0],), (other,)), 0.0)
     assert reason == "no prefill instance is compatible with a decode instance: page size 16 and 32"
 
 
@@ -85,7 +86,7 @@ def test_a_prefill_without_partner_is_passed_over() -> None:
     ],
 )
 def test_without_a_pair_the_reason_is_told(fleet: Fleet, reason: str) -> None:
-    assert Router().choose(fleet, Cost(1, 1)) == reason
+    assert Router().choose(fleet, 0.0) == reason
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=30))

@@ -89,6 +89,7 @@ class Pair:
         self.checks = True  # off: only the product's own checks are left
         self.prefill = Instance("P", PrefillReplica, prefill_ranks, **(prefill or {}))
         self.decode = Instance("D", DecodeReplica, decode_ranks, **(decode or {}))
+        self.resumed: dict[Key, int] = {}
         self.wire: list[tuple] = []  # pending deliveries, in any order
         self.opened: dict[tuple[str, int, str], int] = {}
         self.destinations: dict[tuple[str, int], set[int]] = {}
@@ -98,11 +99,13 @@ class Pair:
         self.host_full: set[str] = set()  # rooms that find no place in host memory
         self.silent: set[str] = set()  # rooms whose decode side never answers
 
-    def submit(self, name: str, prompt: int, out: int, timeout: int = 10**15) -> Key:
+    def submit(self, name: str, prompt: int, out: int, timeout: int = 10**15, resumed: int = 0) -> Key:
+        """`prompt` tokens, the last `resumed` of which are output already; `out` more are wanted."""
         key = Key(name, 0)
-        params = SamplingParams(max_tokens=out)
+        self.resumed[key] = resumed
+        params = SamplingParams(max_tokens=resumed + out)
         for instance, peer in ((self.prefill, "D"), (self.decode, "P")):
-            spec = RequestSpec(key, tuple(range(prompt)), params, PeerRef(peer, "", 1), timeout)
+            spec = RequestSpec(key, tuple(range(prompt)), params, PeerRef(peer, "", 1), timeout, resumed)
             instance.sequencer.submit(spec)
         return key
 
@@ -193,7 +196,7 @@ class Pair:
                     inst.queues[k].append(batch)
                 case Reply(key, position, tokens):
                     told = inst.tokens.setdefault(key, [])
-                    assert position == len(told)
+                    assert position == self.resumed[key] + len(told)
                     told += [t.token for t in tokens]
                 case End(key, outcome):
                     inst.ends.setdefault(key, []).append(outcome)

@@ -30,6 +30,21 @@ def test_requests_run_through_both_sides_and_leave_nothing(seed: int) -> None:
     pair.assert_clean()
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_resumed_tokens_are_prompt_to_the_pages_and_output_to_the_count(seed: int) -> None:
+    """A pool that holds prompt and output exactly: were resumed tokens counted twice, it would refuse."""
+    pair = Pair(seed, 1 + seed % 3, 1 + seed // 3 % 3, decode={"pages": 9})
+    wanted = {pair.submit(f"r{n}", prompt=12 + n, out=24 - n, resumed=n): (12 + n, 24 - n) for n in (1, 5, 22, 23)}
+    pair.run()
+    for key, (prompt, out) in wanted.items():
+        assert pair.decode.tokens[key] == reference(key, prompt, out)
+        assert pair.prefill.tokens[key] == reference(key, prompt, 1)
+        (outcome,) = pair.decode.ends[key]
+        assert (outcome.kind, outcome.output_tokens) == ("length", 24)
+        assert [o.output_tokens for o in pair.prefill.ends[key]] == [prompt - 12 + 1]
+    pair.assert_clean()
+
+
 def test_decode_computes_no_prompt_token() -> None:
     pair = Pair(1, 2, 2)
     pair.submit("r", prompt=20, out=5)

@@ -93,6 +93,16 @@ def test_an_attempt_is_known_for_ever(prefill: Daemon) -> None:
     assert again.code() == grpc.StatusCode.ALREADY_EXISTS and "'twice'" in again.details()
 
 
+def test_a_request_for_another_epoch_is_refused_with_both(prefill: Daemon) -> None:
+    message = request([ECHO], "late")
+    message.epoch = 9
+    refused = refusal(prefill.generate(message))
+    assert refused.code() == grpc.StatusCode.UNAVAILABLE
+    assert refused.details() == "the request is for epoch 9, but this is epoch 1"
+    message.epoch = 1
+    assert list(prefill.generate(message))[-1].outcome.kind == Kind.KIND_LENGTH
+
+
 def test_a_cancelled_call_reaches_rank_0_as_cancel(prefill: Daemon) -> None:
     call = prefill.generate(request([HANG], "cancelled"))
     next(call)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from consensus.entry import Key, TokenOut
+from consensus.entry import Key, RequestSpec, TokenOut
 from pipeline.io import control
 from pipeline.io.address import BadAddress, advertised_host, split_host_port
 from pipeline.io.admission import Limits, Refused, spec_of
@@ -135,6 +135,26 @@ def test_decode_needs_pages_for_prompt_and_output() -> None:
     with pytest.raises(Refused, match="prompt and output of 33 tokens need 3 pages of 16, but the pool has 2"):
         spec_of(request([1] * 30, max_tokens=3), limits)
     assert spec_of(request([1] * 32, max_tokens=3), msgspec.structs.replace(limits, role="prefill"))
+
+
+def test_resumed_tokens_are_part_of_the_output() -> None:
+    limits = Limits(
+        role="decode", instance="d", vocab_size=1000, max_model_len=40, page_size=16, pages=2, default_timeout_s=60
+    )
+
+    def resuming(prompt_ids: int, resumed: int, max_tokens: int) -> RequestSpec:
+        message = request([1] * prompt_ids, max_tokens=max_tokens)
+        message.resumed = resumed
+        return spec_of(message, limits)
+
+    spec = resuming(31, 10, 11)
+    assert (len(spec.prompt), spec.resumed, spec.params.max_tokens) == (31, 10, 11)
+    with pytest.raises(Refused, match="prompt and output of 33 tokens need 3 pages"):
+        resuming(31, 10, 12)
+    with pytest.raises(Refused, match=r"resumed is 10; it must be less than the 31 prompt_ids .* max_tokens, 10"):
+        resuming(31, 10, 10)
+    with pytest.raises(Refused, match="resumed is 31"):
+        resuming(31, 31, 32)
 
 
 def test_the_ranks_death_is_every_open_attempts_outcome() -> None:

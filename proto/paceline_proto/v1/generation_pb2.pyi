@@ -130,15 +130,23 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique for ever; the gateway makes it (a client's X-Request-Id is not it)."""
     attempt: _builtins.int
     """Counts the gateway's tries from 0; each try is a new hand-over."""
     timeout_s: _builtins.float
     """Seconds from arrival after which the instance ends the attempt with an error; 0 is the instance's default."""
+    resumed: _builtins.int
+    """How many of the last prompt_ids are output of earlier attempts. They count as output in everything:
+    positions, max_tokens, min_tokens, penalties, random numbers.
+    """
+    epoch: _builtins.int
+    """The incarnation of this instance that is meant; 0 is any. A call that is repeated after a restart is refused."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt token ids, at least one."""
+        """What KV is computed for: the prompt's token ids, at least one, and then the `resumed` ones."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
@@ -155,10 +163,12 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         peer: _common_pb2.InstanceRef | None = ...,
         timeout_s: _builtins.float = ...,
+        resumed: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "peer", b"peer", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "peer", b"peer", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,7 +234,9 @@ class TokenChunk(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
-    """Index of the first of these tokens in the output, from 0; the same token may be told by both sides."""
+    """Index of the first of these tokens in the request's output, from 0, resumed tokens included; the same token may
+    be told by both sides.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
     def __init__(
@@ -282,13 +294,16 @@ class Outcome(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    HAND_OVER_FIELD_NUMBER: _builtins.int
     kind: Global___Outcome.Kind.ValueType
     reason: _builtins.str
     """For people and logs; for ERROR it names what failed."""
     output_tokens: _builtins.int
-    """Output tokens of the attempt as this side knows it."""
+    """Output tokens of the request as this side knows it, resumed tokens included."""
     retryable: _builtins.bool
     """True if another attempt on another pair may succeed."""
+    hand_over: _builtins.bool
+    """True if what failed lies between the two instances: their handshake, the transfer, the time these may take."""
     def __init__(
         self,
         *,
@@ -296,10 +311,11 @@ class Outcome(_message.Message):
         reason: _builtins.str = ...,
         output_tokens: _builtins.int = ...,
         retryable: _builtins.bool = ...,
+        hand_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "output_tokens", b"output_tokens", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hand_over", b"hand_over", "kind", b"kind", "output_tokens", b"output_tokens", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

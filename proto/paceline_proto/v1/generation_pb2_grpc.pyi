@@ -41,7 +41,8 @@ class GenerationStub:
 
     INVALID_ARGUMENT: the request can never run here (empty prompt, token id out of range, longer
     than the context or the page pool); details say which and the limit.
-    UNAVAILABLE: the instance is loading, restarting or draining. ALREADY_EXISTS: this attempt is known.
+    UNAVAILABLE: the instance is loading, restarting or draining, or is of another epoch than the request means.
+    ALREADY_EXISTS: this attempt is known.
     RESOURCE_EXHAUSTED: the instance's queue is full.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
@@ -60,7 +61,8 @@ class GenerationAsyncStub(GenerationStub):
 
     INVALID_ARGUMENT: the request can never run here (empty prompt, token id out of range, longer
     than the context or the page pool); details say which and the limit.
-    UNAVAILABLE: the instance is loading, restarting or draining. ALREADY_EXISTS: this attempt is known.
+    UNAVAILABLE: the instance is loading, restarting or draining, or is of another epoch than the request means.
+    ALREADY_EXISTS: this attempt is known.
     RESOURCE_EXHAUSTED: the instance's queue is full.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
@@ -82,7 +84,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
 
         INVALID_ARGUMENT: the request can never run here (empty prompt, token id out of range, longer
         than the context or the page pool); details say which and the limit.
-        UNAVAILABLE: the instance is loading, restarting or draining. ALREADY_EXISTS: this attempt is known.
+        UNAVAILABLE: the instance is loading, restarting or draining, or is of another epoch than the request means.
+        ALREADY_EXISTS: this attempt is known.
         RESOURCE_EXHAUSTED: the instance's queue is full.
         """
 

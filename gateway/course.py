@@ -1,0 +1,168 @@
+"""The course of one request: attempt after attempt, which to its reader are one.
+
+In: a job, and the fleet as it changes. Out: batches of tokens, each token once, and last the `Finish`.
+Invariants: one attempt at a time is listened to; an attempt that resumes is given all tokens delivered
+so far, and only what follows them; the time of all attempts together is the request's; every attempt
+is told to end. A failed attempt may still be ending elsewhere when the next one runs: attempts have
+names of their own, so neither can be taken for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.attempt import Attempt, Background, Batch
+from gateway.config import GatewayConfig
+from gateway.errors import unavailable
+from gateway.generation_job import Job
+from gateway.instances import Pair, Side
+from gateway.merge import Ending, Finish
+from gateway.metrics import Metrics
+from gateway.registry import Registry
+from gateway.resume import Recovery, cause, ended_by_last, is_busy
+from gateway.router import Cost, Router
+
+log = logging.getLogger("paceline.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the courses of all requests share."""
+
+    config: GatewayConfig
+    registry: Registry
+    router: Router
+    metrics: Metrics
+    background: Background
+
+
+class Course:
+    def __init__(self, means: Means, request_id: str, job: Job, ending_ids: Sequence[int]) -> None:
+        """Starts the first attempt. Raises `ApiError` if no pair serves."""
+        self.request_id = request_id
+        self._means, self._job, self._ending_ids = means, job, ending_ids
+        self._cost = Cost(len(job.prompt_ids), job.sampling.max_tokens)
+        now = time.monotonic()
+        self._deadline = now + means.config.request_timeout_s
+        self._recovery = Recovery(means.config.resumes)
+        self._over = asyncio.Event()  # the gateway ends it
+        self._delivered: Sequence[int] = ()
+        pair = self._choose(trusted=False)
+        if isinstance(pair, str):
+            raise unavailable(pair)
+        self._attempt = self._start(pair, now)
+
+    @property
+    def pair(self) -> Pair:
+        """Where it runs now."""
+        return self._attempt.pair
+
+    async def next_batch(self) -> Batch:
+        """Waits until something happened. The batch with the finish is the last."""
+        while True:
+            batch = await self._attempt.next_batch()
+            if batch.finish is None or not batch.finish.retryable:
+                return batch
+            if batch.tokens:
+                return Batch(batch.tokens, None)  # it will be asked again
+            self._delivered = self._attempt.delivered
+            ending = ended_by_last(self._job, self._ending_ids, self._delivered)
+            if ending is not None:
+                return Batch([], Finish(ending))
+            failure = await self._resume(batch.finish)
+            if failure is not None:
+                return Batch([], failure)
+
+    def satisfied(self, reason: str) -> None:
+        """The gateway has all it needs (a stop string): the sides are told to stop and may say their outcome."""
+        self._attempt.satisfied(reason)
+
+    def cancel(self, reason: str, status: str = "CANCELLED") -> None:
+        """Nobody waits any more, or waiting is over. No-op after the end."""
+        self._over.set()
+        self._attempt.cancel(reason, status)
+
+    async def _resume(self, finish: Finish) -> Finish | None:
+        """Starts the next attempt, or says why there is none."""
+        failed, metrics = self._attempt.pair, self._means.metrics
+        if not self._recovery.failed(failed, finish):
+            pair: Pair | str = f"none of its {self._recovery.budget} resumes is left"
+        else:
+            pair = self._choose(trusted=True)
+            if isinstance(pair, str):
+                if is_busy(finish) and not self._delivered:
+                    return finish  # nothing is lost: the client had better come back later
+                pair = await self._wait_for_pair()
+        if self._over.is_set():
+            return Finish(Ending.FAILED, "the gateway is stopping", "UNAVAILABLE")
+        if isinstance(pair, str):
+            metrics.given_up.labels(cause(finish)).inc()
+            return Finish(Ending.FAILED, f"{finish.reason}; not resumed: {pair}", finish.status)
+        metrics.resumed(cause(finish), first=self._recovery.resumes == 1)
+        log.warning(
+            "%s resumes on %s and %s after %d tokens; attempt %d on %s and %s failed: %s",
+            self.request_id,
+            pair.prefill.instance_id,
+            pair.decode.instance_id,
+            len(self._delivered),
+            self._attempt.number,
+            failed.prefill.instance_id,
+            failed.decode.instance_id,
+            finish.reason,
+        )
+        self._attempt = self._start(pair, time.monotonic())
+        return None
+
+    def _choose(self, trusted: bool) -> Pair | str:
+        means = self._means
+        return means.router.choose(means.registry.fleet, time.monotonic(), self._recovery.suspects, trusted)
+
+    async def _wait_for_pair(self) -> Pair | str:
+        """Any pair, suspects included once they have been asked whether they still serve."""
+        patience = self._means.config.resume_wait_s
+        try:
+            async with asyncio.timeout(min(patience, self._deadline - time.monotonic())):
+                await self._unless_over(self._ask_suspects())
+                while isinstance(pair := self._choose(trusted=False), str) and not self._over.is_set():
+                    await self._unless_over(self._means.registry.change())
+                return pair
+        except TimeoutError:
+            return f"no pair came to serve within {patience:g} s"
+
+    async def _ask_suspects(self) -> None:
+        await asyncio.sleep(self._recovery.pause_s)
+        for instance in self._recovery.suspects:
+            await self._means.registry.ask_again(instance)
+
+    async def _unless_over(self, waiting: Coroutine[Any, Any, object]) -> None:
+        """Waits, but not beyond the end of the request."""
+        tasks = [asyncio.create_task(waiting), asyncio.create_task(self._over.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _start(self, pair: Pair, now: float) -> Attempt:
+        means, cost = self._means, self._cost
+        links = {side: means.registry.link(pair.of(side)) for side in Side}
+        attempt = Attempt(
+            request_id=self.request_id,
+            number=self._recovery.resumes,
+            pair=pair,
+            links={side: link for side, link in links.items() if link is not None},
+            config=means.config,
+            background=means.background,
+            on_side_end=lambda side: means.router.ended(pair.of(side), cost),
+            on_broken=lambda side, unreachable: means.registry.failed(pair.of(side), unreachable),
+            on_hand_over=lambda worked: means.router.handed_over(pair, worked, time.monotonic()),
+        )
+        means.router.started(pair, cost, now)
+        means.metrics.attempts.inc()
+        attempt.start(self._job, self._delivered, max(self._deadline - now, 0.001))
+        return attempt
