@@ -41,7 +41,13 @@ def until(what: str, seconds: float, probe: Any) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("victim", ["prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0", "decode-0 rank 1"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *("prefill-0 rank 1", "decode-0 rank 0"),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("prefill-0 rank 0", "decode-0 rank 1")),
+    ],
+)
 def test_a_killed_rank_is_named_and_its_instance_recovers(tiny: Path, victim: str) -> None:
     asked, wanted = prompts(tiny), reference(tiny, 64)
     name, rank = victim.split(" rank ")

@@ -132,7 +132,7 @@ class Case:
         self.check(None)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one pair", "2x2 pairs"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)], ids=["one pair", "2x2 pairs"])
 def case(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Case]:
     count = str(request.param)
     options = ("--chunk-size", "64", "--prefill-instances", count, "--decode-instances", count)
@@ -144,9 +144,10 @@ def case(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Case]:
 
 @pytest.mark.parametrize(
     ("rank", "after"),
-    [(0, 1), (1, 2), (None, 17)]
+    [(1, 2), (None, 17)]
     + [
-        pytest.param(*more, marks=pytest.mark.soak) for more in [(0, 2), (0, 17), (1, 1), (1, 17), (None, 1), (None, 2)]
+        pytest.param(*more, marks=pytest.mark.soak)
+        for more in [(0, 1), (0, 2), (0, 17), (1, 1), (1, 17), (None, 1), (None, 2)]
     ],
 )
 def test_decode_dies_in_mid_stream(case: Case, rank: int | None, after: int) -> None:
@@ -158,7 +159,7 @@ def test_decode_dies_in_mid_stream(case: Case, rank: int | None, after: int) -> 
     case.settle()
 
 
-@pytest.mark.parametrize("rank", [1, None, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rank", [1, *(pytest.param(one, marks=pytest.mark.soak) for one in (0, None))])
 def test_prefill_dies_before_the_transfer(case: Case, rank: int | None) -> None:
     killer = Killer(case.pids(), "prefill", rank, 0)
     before = case.metric("resumed_requests_total")

@@ -44,11 +44,20 @@ def when_failed(cluster: Cluster, instance: str, epochs: dict[str, int]) -> str:
         time.sleep(0.3)
 
 
-def test_only_a_stopped_gateway_costs_a_client_its_answer(tiny: Path) -> None:
+RANKS = ("prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0", "decode-0 rank 1")
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("prefill-0 rank 1", "decode-0", "gateway"),
+        pytest.param((*RANKS, "prefill-0"), marks=pytest.mark.soak),
+    ],
+)
+def test_only_a_stopped_gateway_costs_a_client_its_answer(tiny: Path, victims: tuple[str, ...]) -> None:
     with Cluster(model=tiny) as cluster:
-        names = [name for name in cluster.pids().values() if name != "up"]
-        assert len(names) == 7
-        for name in names:
+        assert sorted(cluster.pids().values()) == sorted(["up", "gateway", "prefill-0", "decode-0", *RANKS])
+        for name in victims:
             pid = next(pid for pid, other in cluster.pids().items() if other == name)
             epochs = {inst["instance"]: inst["epoch"] for inst in cluster.status()["instances"]}
             answers: list[str] = []
