@@ -60,7 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chunk", type=_count, default=512, metavar="N", help="positions per chunk (default: 512)")
     group.add_argument("--rounds", type=_count, default=7, metavar="N", help="default: 7")
-    group.add_argument("--host", default="127.0.0.1", help="address of both processes (default: %(default)s)")
+    group.add_argument("--host", default="127.0.0.1", help="address of the sending process (default: %(default)s)")
+    group.add_argument("--peer-host", default="", metavar="HOST", help="of the receiving one (default: the same)")
+    group.add_argument(
+        "--peer-netns", default="", metavar="NAME",
+        help="network namespace to put the receiving process into, as if on another host (needs root)",
+    )  # fmt: skip
     group.add_argument(
         "--checksum", choices=("xxh3", "none"), default="none", help="of the sender path (default: none)"
     )

@@ -54,16 +54,17 @@ class Missing(Exception):
 
 
 class Process:
-    def __init__(self, name: str, role: str, begin: Begin, source: Pool, destination: Pool) -> None:
+    def __init__(self, name: str, role: str, begin: Begin, source: Pool, destination: Pool, netns: str = "") -> None:
         self.name = f"{name} {role}"
         self._channel, theirs = Channel.pair()
         self._log = os.memfd_create("bench-log")
         descriptors = (theirs.fileno(), source.descriptor, destination.descriptor)
         module = "paceline.transfer_bench.member"
         command = [sys.executable, "-m", module, role, *map(str, descriptors)]
+        inside = ["ip", "netns", "exec", netns] if netns else []
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(launcher)), str(os.getpid()), *command],
+                [*inside, sys.executable, "-I", "-S", str(Path(launcher)), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=descriptors,
             )  # fmt: skip
         self._channel.send(begin)
@@ -111,8 +112,10 @@ class Process:
 class Pair:
     """Of one backend; or of the reference, whose receiver takes part in what is moved without ports, too."""
 
-    def __init__(self, name: str, begin: Begin, source: Pool, destination: Pool) -> None:
-        """Raises `Missing` if the backend does not start here."""
+    def __init__(
+        self, name: str, begin: Begin, source: Pool, destination: Pool, peer_host: str = "", peer_netns: str = ""
+    ) -> None:
+        """Raises `Missing` if the backend does not start here. `peer_host` is the receiver's, by default the same."""
         self.name = name
         self.methods: list[str] = []
         self._rooms = 0
@@ -123,9 +126,10 @@ class Pair:
             address = self.sender.answer(Up, START_WITHIN).address
             self.receiver = self._start(
                 roles[1],
-                Begin(begin.backend, begin.shape, begin.host, begin.checksum, address),
+                Begin(begin.backend, begin.shape, peer_host or begin.host, begin.checksum, address),
                 source,
                 destination,
+                peer_netns,
             )
             self._up = self.receiver.answer(Up, START_WITHIN)
         except BaseException:
@@ -188,7 +192,7 @@ class Pair:
         self.receiver.ask(Cpu())
         return self.receiver.answer(CpuSeconds).seconds
 
-    def _start(self, role: str, begin: Begin, source: Pool, destination: Pool) -> Process:
-        process = Process(self.name, role, begin, source, destination)
+    def _start(self, role: str, begin: Begin, source: Pool, destination: Pool, netns: str = "") -> Process:
+        process = Process(self.name, role, begin, source, destination, netns)
         self._processes.append(process)
         return process

@@ -28,12 +28,13 @@ class Copier:
         # The same kind of memory as the pools: numpy's own would lie in huge pages, and copy at another speed.
         self._private = Pool.create("bench-private", source.nbytes)
         self._private.poison()
+        self._host = begin.host
         self._listener = socket.create_server((begin.host, 0), family=_family(begin.host))
         self._peer: socket.socket | None = None
         self._writes: dict[tuple[str, int], list[Write]] = {}
 
     def up(self) -> Answer:
-        return Up(address=str(self._listener.getsockname()[1]))
+        return Up(address=f"{self._host} {self._listener.getsockname()[1]}")
 
     def wait(self, channel: Channel) -> None:
         select.select([channel.socket], [], [])
@@ -70,7 +71,8 @@ class Copier:
 class Reader:
     def __init__(self, begin: Begin, destination: Pool) -> None:
         self._shape, self._destination = begin.shape, destination
-        self._peer = socket.create_connection((begin.host, int(begin.address)), timeout=DEADLINE)
+        host, port = begin.address.split()
+        self._peer = socket.create_connection((host, int(port)), timeout=DEADLINE)
 
     def up(self) -> Answer:
         return Up()

@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, shape: Shape, tokens: Sequence[int]) ->
             begin = Begin(name, shape, options.host, options.checksum)
             _say(f"starting {name}")
             try:
-                pair = Pair(name, begin, source, destination)
+                pair = Pair(name, begin, source, destination, options.peer_host, options.peer_netns)
             except Missing as reason:
                 skipped[name] = str(reason)
                 _say(f"skipping {name}: {reason}")
