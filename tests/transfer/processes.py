@@ -136,7 +136,8 @@ class DecodeProcess:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put(line.split())
+            if line.endswith("\n"):  # not what a killed process was in the middle of
+                self._lines.put(line.split())
 
     def say(self, *words: object) -> None:
         assert self.process.stdin is not None
