@@ -113,9 +113,8 @@ def _live(
     model = runtime(config.model, config.layer_begin, config.layer_end, config.page_size, config.dtype)
     daemon.say(control.Capacity(config.pages or model.capacity(config.kv_bytes)))
     pages = daemon.wait(control.Configure).pages
-    shared = (
-        choose(config.transfer_backend, config.transfer_device).backend == "stream"
-    )  # which lets peers on this host copy into the pool themselves
+    # The stream engine lets peers on this host copy into the pool themselves.
+    shared = choose(config.transfer_backend, config.transfer_device).backend == "stream"
     stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)), shared)
     port, link_address, backend = make_port(config, stage, context)
     links = Links(config)

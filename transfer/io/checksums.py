@@ -25,6 +25,7 @@ from ..regions import RegionTable
 log = logging.getLogger(__name__)
 
 NONE = "none"  # the name of doing without them
+CLOSE_TIMEOUT = 5.0
 
 
 class Checksums:
@@ -43,6 +44,7 @@ class Checksums:
         self._jobs = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Hashable, bytes]] = queue.SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="checksums", daemon=True)
         self._thread.start()
 
@@ -62,12 +64,17 @@ class Checksums:
         return found
 
     def close(self) -> None:
+        """Bounded: what is still to be hashed is not waited for."""
+        self._closing.set()
         self._jobs.put(None)
-        self._thread.join()
-        os.close(self.fd)
+        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            log.error("the checksums' thread did not end within %.0f s", CLOSE_TIMEOUT)
+        else:
+            os.close(self.fd)
 
     def _main(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._closing.is_set():
             key, layers, heads, spans = job
             try:
                 checksums = self._hash(layers, heads, spans)
