@@ -252,6 +252,8 @@ def test_a_single_pair_is_waited_for_until_it_serves_again(model_folder: Path) -
             reborn.epoch = 8
             c.decode.facts |= {"serving": True, "instance": reborn}
             assert await waiting == OUTPUT
+            # The decode side tells all tokens by itself: the prefill call may still be on its way.
+            await until(lambda: len(c.prefill.asked) == 2)
             assert (c.decode.asked[1].epoch, c.prefill.asked[1].peer.epoch) == (8, 8)
 
     run(test)
