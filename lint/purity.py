@@ -30,6 +30,7 @@ PURE_GATEWAY = (
 # fmt: off
 BANNED_IMPORTS = frozenset({
     "time", "random", "socket", "threading", "asyncio", "os", "logging", "zmq", "grpc", "torch", "paceline_proto",
+    "security",
     # and their like
     "aiohttp", "concurrent", "ctypes", "datetime", "google", "multiprocessing", "secrets", "select", "selectors",
     "signal", "subprocess", "uuid",

@@ -18,6 +18,7 @@ from paceline.engine_options import (
     PORT,
     add_engine_options,
     add_model_options,
+    add_secrets_option,
     check_ranks,
     daemon_config,
     model_folder,
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_status(commands)
     _add_doctor(commands)
+    _add_certs(commands)
     _add_replay(commands)
     _add_transfer_bench(commands)
     _add_gateway(commands)
@@ -108,7 +110,26 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=PORT, default=8000, help="that the gateway would use (default: 8000)")
+    add_secrets_option(parser)
     parser.set_defaults(run=_run_doctor)
+
+
+def _add_certs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "make the secrets that the processes of one cluster share: certificates and keys"
+    parser = commands.add_parser(
+        "certs", help=about,
+        description=about.capitalize() + ". Copy the folder to every host and name it with --secrets.",
+    )  # fmt: skip
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them, readable by you alone")
+    parser.add_argument(
+        "--name", action="append", default=[], metavar="HOST",
+        help="host name or IP address that other gRPC clients will check; the cluster's own need none (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--days", type=AT_LEAST_ONE, default=3650, metavar="N", help="until they expire (default: %(default)s)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace those that are there")
+    parser.set_defaults(run=_run_certs)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -232,10 +253,22 @@ def _run_doctor(options: argparse.Namespace) -> int:
     from paceline.doctor import FAIL, run_checks
 
     failed = 0
-    for check in run_checks(options.host, options.port):
+    for check in run_checks(options.host, options.port, options.secrets):
         print(check, flush=True)
         failed += check.level == FAIL
     return 1 if failed else 0
+
+
+def _run_certs(options: argparse.Namespace) -> int:
+    from security.folder import make
+    from security.secrets import SecretsError
+
+    try:
+        made = make(options.folder, options.name, options.days, options.force)
+    except SecretsError as error:
+        raise SystemExit(f"paceline: {error}") from error
+    print(f"secrets of a cluster in {made.folder}, good until {made.expires:%Y-%m-%d}; use them with --secrets")
+    return 0
 
 
 def _run_replay(options: argparse.Namespace) -> int:

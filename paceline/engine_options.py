@@ -7,6 +7,7 @@ the same. The names of the options follow the fields of `DaemonConfig`.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder with the weights (default: SmolLM2-135M-Instruct)",
     )
     group.add_argument("--model-name", default="", metavar="NAME", help="name clients use (default: the folder's)")
+
+
+def add_secrets_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--secrets", default=os.environ.get("PACELINE_SECRETS", ""), metavar="DIR",
+        help="the cluster's, made by `paceline certs` (default: $PACELINE_SECRETS, or none)",
+    )  # fmt: skip
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
