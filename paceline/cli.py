@@ -17,8 +17,10 @@ from paceline.engine_options import (
     LAYERS,
     PORT,
     add_engine_options,
+    add_key_options,
     add_model_options,
     add_secrets_option,
+    add_security_options,
     check_ranks,
     daemon_config,
     model_folder,
@@ -81,6 +83,8 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         )
     group.add_argument("--host", default="127.0.0.1", help="address the gateway listens on (default: %(default)s)")
     group.add_argument("--port", type=PORT, default=8000, help="of the gateway; 0: any free one (default: %(default)s)")
+    add_security_options(group)
+    add_key_options(group)
     group.add_argument("--ask", metavar="QUESTION", help="ask this once the cluster is ready, then go on serving")
     _add_run_dir(group)
     add_engine_options(parser)
@@ -101,6 +105,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="instances to ask (default: those of `paceline up`)",
     )
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
+    add_secrets_option(parser)
     _add_run_dir(parser)
     parser.set_defaults(run=_run_status)
 
@@ -167,8 +172,10 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=PORT, default=8000, help="default: %(default)s")
+    add_security_options(parser)
     add_model_options(parser)
     group = parser.add_argument_group("limits")
+    add_key_options(group)
     group.add_argument(
         "--max-inflight",
         type=AT_LEAST_ONE,
@@ -221,6 +228,7 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
         metavar="HOST",
         help="address that others reach it by (default: the one it listens on)",
     )
+    add_security_options(group)
     group.add_argument("--pp", type=AT_LEAST_ONE, default=1, metavar="P", help="pipeline ranks (default: 1)")
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
@@ -246,7 +254,7 @@ def _run_up(options: argparse.Namespace) -> int:
 def _run_status(options: argparse.Namespace) -> int:
     from paceline.status import status
 
-    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json))
+    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json, options.secrets))
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
