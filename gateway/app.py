@@ -19,20 +19,29 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
+from gateway.api_keys import KeyRing, KeysError
 from gateway.config import GatewayConfig
+from gateway.http_limits import IDLE_S, LINGER_S, Door
+from gateway.key_limits import KeyLimits
 from gateway.model_files import ModelFiles
 from gateway.routes import make_application
 from gateway.service import Gateway
+from security.exposure import Exposed, check_public_port
+from security.secrets import SecretsError
 
 log = logging.getLogger("paceline.gateway")
+
+REFUSED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
     gateway: Gateway
+    keys: KeyRing | None
     host: str
     port: int  # the real one, also where the configuration says 0
 
@@ -40,16 +49,23 @@ class Listening:
 @asynccontextmanager
 async def listening(config: GatewayConfig) -> AsyncIterator[Listening]:
     """The gateway serves inside this block; leaving it is the orderly end."""
+    check_public_port("the gateway", config.host, bool(config.api_keys), config.insecure)
+    limits = KeyLimits(config.key_requests_per_s, config.key_inflight)
+    keys = KeyRing(Path(config.api_keys), limits) if config.api_keys else None
     gateway = Gateway(config, ModelFiles(config.model))
     # A client that goes away cancels its handler, streaming or not.
-    runner = web.AppRunner(make_application(gateway), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        make_application(gateway, keys), handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
+        keepalive_timeout=IDLE_S, lingering_time=LINGER_S,
+    )  # fmt: skip
     async with gateway.running():
         await runner.setup()
         try:
-            site = web.TCPSite(runner, config.host, config.port, backlog=1024)
-            await site.start()
-            yield Listening(gateway, config.host, runner.addresses[0][1])
-            await site.stop()
+            assert runner.server is not None
+            door = Door(runner.server, config.max_connections)
+            listener = await asyncio.get_running_loop().create_server(door, config.host, config.port, backlog=1024)
+            yield Listening(gateway, keys, config.host, listener.sockets[0].getsockname()[1])
+            listener.close()
             await gateway.drain()
         finally:
             await runner.cleanup()
@@ -62,6 +78,8 @@ async def serve(config: GatewayConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with listening(config) as server:
+        if server.keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, server.keys.reload)
         log.info(
             "gateway ready on http://%s:%d (model %s; prefill %s; decode %s)",
             server.host,
@@ -84,14 +102,19 @@ def parse_arguments(arguments: Sequence[str]) -> GatewayConfig:
     for field in dataclasses.fields(GatewayConfig):
         if field.name not in ("model", "prefill", "decode"):
             kind = type(field.default)
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+            how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": field.default}
+            parser.add_argument(f"--{field.name.replace('_', '-')}", **how)
     values = vars(parser.parse_args(arguments))
     return GatewayConfig(**values | {"prefill": tuple(values["prefill"]), "decode": tuple(values["decode"])})
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    asyncio.run(serve(parse_arguments(sys.argv[1:])))
+    try:
+        asyncio.run(serve(parse_arguments(sys.argv[1:])))
+    except (Exposed, KeysError, SecretsError) as error:
+        log.error("refused to start: %s", error)
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ class GatewayConfig:
     port: int = 8000  # 0: any free port (the ready line tells which)
     model_name: str = ""  # name clients ask for; empty: the folder's name
     max_inflight: int = 1024  # generation requests at once; beyond it clients get 429
+    secrets: str = ""  # folder of the cluster's; "": gRPC without protection
+    api_keys: str = ""  # file with one key per line; "": everyone who reaches the port may ask
+    insecure: bool = False  # it may listen off loopback all the same
+    key_requests_per_s: float = 0.0  # of one API key, bursts of a second's worth; 0: any number
+    key_inflight: int = 0  # generation requests of one API key at once; 0: up to max_inflight
+    max_connections: int = 4096  # of clients; more are closed at once
     max_body_bytes: int = 32 * 1024 * 1024
     request_timeout_s: float = 600.0  # told to the instances; the gateway waits a little longer
     resumes: int = 3  # times a request may go on elsewhere after what served it has failed
@@ -33,6 +39,10 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if self.max_inflight < 1:
             raise ValueError(f"max_inflight must be at least 1, not {self.max_inflight}")
+        if self.key_requests_per_s < 0 or self.key_inflight < 0:
+            raise ValueError("key_requests_per_s and key_inflight cannot be negative")
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, not {self.max_connections}")
         if self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s must be positive, not {self.request_timeout_s}")
         if self.resumes < 0 or self.resume_wait_s < 0:

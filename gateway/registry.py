@@ -22,6 +22,7 @@ from gateway.config import GatewayConfig
 from gateway.instances import Fleet, Instance, Side, why_unpairable
 from gateway.wire import PROTO_ROLE, Link, cancelled_by_us, connect, instance_from
 from paceline_proto.v1 import bootstrap_pb2
+from security.secrets import load_if
 
 log = logging.getLogger("paceline.gateway")
 
@@ -57,6 +58,7 @@ class _Watched:
 class Registry:
     def __init__(self, config: GatewayConfig, highest_token_id: int) -> None:
         self._config = config
+        self._secrets = load_if(config.secrets)
         self._highest_token_id = highest_token_id
         self._watched: dict[str, _Watched] = {}
         self._told: dict[str, None] = {}  # incompatibilities already in the log
@@ -71,7 +73,7 @@ class Registry:
             await self._forget(self._watched.pop(address), grace_s=self._config.request_timeout_s)
         for address, side in sides.items():
             if address not in self._watched:
-                watched = _Watched(side, connect(address, self._config))
+                watched = _Watched(side, connect(address, self._config, self._secrets))
                 self._watched[address] = watched
                 watched.task = asyncio.create_task(self._watch(watched), name=f"watch {address}")
         self._refresh()

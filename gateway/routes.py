@@ -8,7 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from gateway import generation
+from gateway.api_keys import KeyRing
 from gateway.errors import invalid, model_not_found
+from gateway.http_limits import body_deadline
 from gateway.http_shell import GATEWAY, JSON_HEADERS, add_headers, openai_errors
 from gateway.openai_api import parse_detokenize, parse_tokenize, plain_messages
 from gateway.openai_replies import encode
@@ -17,8 +19,11 @@ from gateway.service import Gateway
 _STARTED = int(time.time())
 
 
-def make_application(gateway: Gateway) -> web.Application:
-    application = web.Application(client_max_size=gateway.config.max_body_bytes, middlewares=[openai_errors])
+def make_application(gateway: Gateway, keys: KeyRing | None = None) -> web.Application:
+    checks = [keys.check] if keys is not None else []
+    application = web.Application(
+        client_max_size=gateway.config.max_body_bytes, middlewares=[openai_errors, *checks, body_deadline()]
+    )
     application[GATEWAY] = gateway
     application.on_response_prepare.append(add_headers)
     application.add_routes(

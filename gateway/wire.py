@@ -18,6 +18,8 @@ from gateway.generation_job import Job, Sampling
 from gateway.instances import Instance, Side
 from gateway.merge import Event, Merge, SideEnd, Token
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
+from security.channels import dial
+from security.secrets import Secrets
 
 PROTO_ROLE = {Side.PREFILL: common_pb2.ROLE_PREFILL, Side.DECODE: common_pb2.ROLE_DECODE}
 
@@ -40,9 +42,10 @@ class Link:
     generation: generation_pb2_grpc.GenerationAsyncStub
 
 
-def connect(address: str, config: GatewayConfig) -> Link:
-    channel = grpc.aio.insecure_channel(
+def connect(address: str, config: GatewayConfig, secrets: Secrets | None) -> Link:
+    channel = dial(
         address,
+        secrets,
         options=[
             # A stopped process keeps its sockets open: only unanswered pings show that it is gone. The
             # server must allow such frequent pings (grpc.http2.max_ping_strikes=0).

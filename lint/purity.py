@@ -24,12 +24,13 @@ PURE_FOLDERS = ("consensus", "pipeline", "prefill", "decode", "transfer")
 PURE_GATEWAY = (
     "router", "policies", "instances", "merge", "detokenize", "breaker", "resume", "stop_strings", "output", "errors",
     "generation_job",
-    "openai_api", "openai_replies",
+    "openai_api", "openai_replies", "key_limits",
 )  # fmt: skip
 
 # fmt: off
 BANNED_IMPORTS = frozenset({
     "time", "random", "socket", "threading", "asyncio", "os", "logging", "zmq", "grpc", "torch", "paceline_proto",
+    "security",
     # and their like
     "aiohttp", "concurrent", "ctypes", "datetime", "google", "multiprocessing", "secrets", "select", "selectors",
     "signal", "subprocess", "uuid",

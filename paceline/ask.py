@@ -28,10 +28,12 @@ def chat_request(model: str, question: str, max_tokens: int) -> dict[str, Any]:
     }
 
 
-def curl_command(url: str, model: str) -> str:
+def curl_command(url: str, model: str, keyed: bool = False) -> str:
     """A line to paste into a shell."""
     body = {"model": model, "messages": [{"role": "user", "content": "Tell me a short story."}], "stream": True}
-    return f"curl -sN {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    key = ' -H "Authorization: Bearer $API_KEY"' if keyed else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl -sN {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {data}"
 
 
 async def fitting(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +48,9 @@ async def fitting(session: aiohttp.ClientSession, url: str, request: dict[str, A
     return request | {"max_tokens": min(request["max_tokens"], room)} if room > 0 else request
 
 
-async def ask(url: str, model: str, question: str, out: TextIO, *, max_tokens: int = 128, timeout: float = 300) -> None:
+async def ask(
+    url: str, model: str, question: str, out: TextIO, *, max_tokens: int = 128, timeout: float = 300, key: str = ""
+) -> None:
     """Streams the answer to `out`. Raises `AskError`."""
     began = time.monotonic()
     first = 0.0
@@ -54,7 +58,10 @@ async def ask(url: str, model: str, question: str, out: TextIO, *, max_tokens: i
     finish = ""
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session,
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=timeout),
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+            ) as session,
             session.post(
                 f"{url}/v1/chat/completions",
                 json=await fitting(session, url, chat_request(model, question, max_tokens)),

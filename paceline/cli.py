@@ -17,7 +17,10 @@ from paceline.engine_options import (
     LAYERS,
     PORT,
     add_engine_options,
+    add_key_options,
     add_model_options,
+    add_secrets_option,
+    add_security_options,
     check_ranks,
     daemon_config,
     model_folder,
@@ -47,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_status(commands)
     _add_doctor(commands)
+    _add_certs(commands)
     _add_replay(commands)
     _add_transfer_bench(commands)
     _add_gateway(commands)
@@ -79,6 +83,8 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         )
     group.add_argument("--host", default="127.0.0.1", help="address the gateway listens on (default: %(default)s)")
     group.add_argument("--port", type=PORT, default=8000, help="of the gateway; 0: any free one (default: %(default)s)")
+    add_security_options(group)
+    add_key_options(group)
     group.add_argument("--ask", metavar="QUESTION", help="ask this once the cluster is ready, then go on serving")
     _add_run_dir(group)
     add_engine_options(parser)
@@ -99,6 +105,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="instances to ask (default: those of `paceline up`)",
     )
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
+    add_secrets_option(parser)
     _add_run_dir(parser)
     parser.set_defaults(run=_run_status)
 
@@ -108,7 +115,26 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=PORT, default=8000, help="that the gateway would use (default: 8000)")
+    add_secrets_option(parser)
     parser.set_defaults(run=_run_doctor)
+
+
+def _add_certs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "make the secrets that the processes of one cluster share: certificates and keys"
+    parser = commands.add_parser(
+        "certs", help=about,
+        description=about.capitalize() + ". Copy the folder to every host and name it with --secrets.",
+    )  # fmt: skip
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them, readable by you alone")
+    parser.add_argument(
+        "--name", action="append", default=[], metavar="HOST",
+        help="host name or IP address that other gRPC clients will check; the cluster's own need none (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--days", type=AT_LEAST_ONE, default=3650, metavar="N", help="until they expire (default: %(default)s)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace those that are there")
+    parser.set_defaults(run=_run_certs)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -146,8 +172,10 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=PORT, default=8000, help="default: %(default)s")
+    add_security_options(parser)
     add_model_options(parser)
     group = parser.add_argument_group("limits")
+    add_key_options(group)
     group.add_argument(
         "--max-inflight",
         type=AT_LEAST_ONE,
@@ -200,6 +228,7 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
         metavar="HOST",
         help="address that others reach it by (default: the one it listens on)",
     )
+    add_security_options(group)
     group.add_argument("--pp", type=AT_LEAST_ONE, default=1, metavar="P", help="pipeline ranks (default: 1)")
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
@@ -225,17 +254,29 @@ def _run_up(options: argparse.Namespace) -> int:
 def _run_status(options: argparse.Namespace) -> int:
     from paceline.status import status
 
-    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json))
+    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json, options.secrets))
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
     from paceline.doctor import FAIL, run_checks
 
     failed = 0
-    for check in run_checks(options.host, options.port):
+    for check in run_checks(options.host, options.port, options.secrets):
         print(check, flush=True)
         failed += check.level == FAIL
     return 1 if failed else 0
+
+
+def _run_certs(options: argparse.Namespace) -> int:
+    from security.folder import make
+    from security.secrets import SecretsError
+
+    try:
+        made = make(options.folder, options.name, options.days, options.force)
+    except SecretsError as error:
+        raise SystemExit(f"paceline: {error}") from error
+    print(f"secrets of a cluster in {made.folder}, good until {made.expires:%Y-%m-%d}; use them with --secrets")
+    return 0
 
 
 def _run_replay(options: argparse.Namespace) -> int:

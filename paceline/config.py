@@ -10,8 +10,12 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from security.secrets import Secrets
 
 CLUSTER_FILE = "cluster.json"
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -54,6 +58,16 @@ def read_cluster(run_dir: Path) -> Cluster | None:
         return None
     except msgspec.DecodeError as error:
         raise SystemExit(f"paceline: {run_dir / CLUSTER_FILE} is not readable: {error}") from error
+
+
+def cluster_secrets(folder: str) -> Secrets | None:
+    """Ends the command if they cannot be used."""
+    from security.secrets import SecretsError, load_if
+
+    try:
+        return load_if(folder)
+    except SecretsError as error:
+        raise SystemExit(f"paceline: {error}") from error
 
 
 def default_run_dir() -> Path:

@@ -6,6 +6,7 @@ print at import are tried in processes of their own.
 
 from __future__ import annotations
 
+import datetime
 import resource
 import shutil
 import subprocess
@@ -43,10 +44,10 @@ class Check:
         return f"{self.level:<4}  {self.what:<16} {self.found}" + (f"\n      → {self.remedy}" if self.remedy else "")
 
 
-def run_checks(host: str, port: int) -> Iterator[Check]:
+def run_checks(host: str, port: int, secrets: str) -> Iterator[Check]:
     """One after another, so that each shows as soon as it is known."""
     yield python()
-    for name in ("torch", "pyzmq", "msgspec", "grpcio", "aiohttp", "tokenizers", "safetensors"):
+    for name in ("torch", "pyzmq", "msgspec", "grpcio", "cryptography", "aiohttp", "tokenizers", "safetensors"):
         yield distribution(name)
     yield from system_libraries()
     yield library("mooncake", MOONCAKE, "transfer backend mooncake cannot be used; run `make setup`")
@@ -56,6 +57,8 @@ def run_checks(host: str, port: int) -> Iterator[Check]:
     yield shared_memory()
     yield default_model()
     yield port_free(host, port)
+    if secrets:
+        yield cluster_secrets(Path(secrets), datetime.datetime.now(datetime.UTC))
 
 
 def python() -> Check:
@@ -141,3 +144,18 @@ def port_free(host: str, port: int) -> Check:
     if problem:
         return Check(WARN, f"port {port}", problem, "choose another with --port, or 0 for any free one")
     return Check(OK, f"port {port}", f"free on {host}")
+
+
+def cluster_secrets(folder: Path, now: datetime.datetime) -> Check:
+    """Whether they can be used, and until when."""
+    from security.secrets import SecretsError, load
+
+    try:
+        secrets = load(folder, now)
+    except SecretsError as error:
+        return Check(FAIL, "secrets", "cannot be used", str(error))
+    left = (secrets.expires - now).days
+    found = f"{folder}, good until {secrets.expires:%Y-%m-%d} ({left} days)"
+    if left < 30:
+        return Check(WARN, "secrets", found, "make new ones with `paceline certs --force` and restart every process")
+    return Check(OK, "secrets", found)

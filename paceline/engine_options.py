@@ -7,6 +7,7 @@ the same. The names of the options follow the fields of `DaemonConfig`.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,49 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder with the weights (default: SmolLM2-135M-Instruct)",
     )
     group.add_argument("--model-name", default="", metavar="NAME", help="name clients use (default: the folder's)")
+
+
+def add_secrets_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--secrets", default=os.environ.get("PACELINE_SECRETS", ""), metavar="DIR",
+        help="the cluster's, made by `paceline certs` (default: $PACELINE_SECRETS, or none)",
+    )  # fmt: skip
+
+
+def add_security_options(parser: argparse._ActionsContainer) -> None:
+    add_secrets_option(parser)
+    parser.add_argument(
+        "--insecure", action="store_true", help="let others than this host reach it without secrets or keys"
+    )
+
+
+def add_key_options(parser: argparse._ActionsContainer) -> None:
+    """Of the gateway, and of whoever starts one."""
+    parser.add_argument(
+        "--api-keys", default="", metavar="FILE", help="API keys, one per line: KEY [NAME] (default: everyone may ask)"
+    )
+    parser.add_argument(
+        "--key-requests-per-second", type=float, default=0.0, metavar="N",
+        help="of one API key; more get 429 (default: any number)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--key-inflight", type=AT_LEAST_ZERO, default=0, metavar="N",
+        help="requests of one API key at once; more get 429 (default: up to --max-inflight)",
+    )  # fmt: skip
+
+
+def repeat_security(options: argparse.Namespace) -> Iterator[str]:
+    """As a child's command line. Explicit, so that the environment cannot make it differ."""
+    yield from ("--secrets", str(Path(options.secrets).absolute()) if options.secrets else "")
+    if options.insecure:
+        yield "--insecure"
+
+
+def repeat_keys(options: argparse.Namespace) -> Iterator[str]:
+    if options.api_keys:
+        yield from ("--api-keys", str(Path(options.api_keys).absolute()))
+    yield from ("--key-requests-per-second", str(options.key_requests_per_second))
+    yield from ("--key-inflight", str(options.key_inflight))
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -241,6 +285,8 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         run_dir=str((options.run_dir / options.instance).absolute()),
         listen=options.listen,
         advertise=options.advertise,
+        secrets=str(Path(options.secrets).absolute()) if options.secrets else "",
+        insecure=options.insecure,
         pp_size=options.pp,
         layers=options.layers,
         **{field: getattr(options, option) for option, field in SHARED},

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
-import grpc.aio
 
 from paceline.child import Answer
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc
+from security.channels import dial
+from security.secrets import Secrets
 
 CHANNEL_OPTIONS = (
     # A restarted daemon is found again at once, not after gRPC's two minutes.
@@ -26,8 +27,8 @@ CHANNEL_OPTIONS = (
 class InstanceProbe:
     """Bootstrap.Describe of one daemon, over one connection kept open."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, secrets: Secrets | None = None) -> None:
+        self._channel = dial(address, secrets, CHANNEL_OPTIONS)
         self._stub = bootstrap_pb2_grpc.BootstrapStub(self._channel)
 
     async def __call__(self) -> Answer:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.child import Answer, ChildSpec
-from paceline.config import free_ports
-from paceline.engine_options import repeat_options
+from paceline.config import cluster_secrets, free_ports
+from paceline.engine_options import repeat_keys, repeat_options, repeat_security
 from paceline.health import GatewayProbe, InstanceProbe, close_all
 
 GATEWAY_GRACE = 5.0  # for requests in flight; less than a child is given to stop
@@ -34,7 +34,8 @@ def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> 
     roles = ["prefill"] * options.prefill_instances + ["decode"] * options.decode_instances
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
     addresses = [f"127.0.0.1:{free}" for free in free_ports("127.0.0.1", len(roles))]
-    instances = [InstanceProbe(address) for address in addresses]
+    secrets = cluster_secrets(options.secrets)
+    instances = [InstanceProbe(address, secrets) for address in addresses]
     parts = list(zip(roles, names, addresses, strict=True))
     specs = [
         _spec(name, role, address, _instance_command(options, role, name, address, model, run_dir), run_dir, probe)
@@ -49,7 +50,7 @@ def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> 
         f"gateway --host {options.host} --port {port} --request-timeout {options.request_timeout} "
         f"--shutdown-grace {GATEWAY_GRACE}"
     ).split()
-    command += ["--model", str(model), "--model-name", model_name]
+    command += ["--model", str(model), "--model-name", model_name, *repeat_security(options), *repeat_keys(options)]
     for role in ("prefill", "decode"):
         command += [f"--{role}", *(address for of, _, address in parts if of == role)]
     specs.append(_spec("gateway", "gateway", f"{host}:{port}", command, run_dir, gateway))
@@ -68,6 +69,7 @@ def _instance_command(
         *("--model", str(model)),
         *("--run-dir", str(run_dir)),
         *(("--layers", layers) if layers else ()),
+        *repeat_security(options),
         *repeat_options(options),
     ]
 

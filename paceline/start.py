@@ -33,9 +33,14 @@ def run_gateway(options: argparse.Namespace, model: Path) -> NoReturn:
 
 def gateway_arguments(options: argparse.Namespace, model: Path) -> list[str]:
     arguments = ["--model", str(model), "--host", options.host, "--port", str(options.port)]
+    arguments += ["--secrets", options.secrets, "--api-keys", options.api_keys]
+    if options.insecure:
+        arguments.append("--insecure")
     if options.model_name:
         arguments += ["--model-name", options.model_name]
     for option, value in (
+        ("--key-requests-per-s", options.key_requests_per_second),
+        ("--key-inflight", options.key_inflight),
         ("--max-inflight", options.max_inflight),
         ("--request-timeout-s", options.request_timeout),
         ("--shutdown-grace-s", options.shutdown_grace),

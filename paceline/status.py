@@ -14,33 +14,40 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from paceline.config import Cluster, read_cluster
+from paceline.config import Cluster, cluster_secrets, read_cluster
 from paceline.health import CHANNEL_OPTIONS, GatewayProbe
 from paceline.status_table import render
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, common_pb2
+from security.channels import dial
+from security.secrets import Secrets
 
 ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 
 
-async def status(run_dir: Path, addresses: list[str] | None, timeout: float, as_json: bool) -> int:
+async def status(
+    run_dir: Path, addresses: list[str] | None, timeout: float, as_json: bool, secrets_folder: str = ""
+) -> int:
+    secrets = cluster_secrets(secrets_folder)
     cluster = None if addresses else read_cluster(run_dir)
     if cluster is None and not addresses:
         raise SystemExit(
             f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
             "or name instances with --address"
         )
-    report = await collect(cluster, addresses or [], timeout)
+    report = await collect(cluster, addresses or [], timeout, secrets)
     print(json.dumps(report, indent=2) if as_json else render(report))
     return 1 if any(instance["error"] for instance in report["instances"]) else 0
 
 
-async def collect(cluster: Cluster | None, addresses: list[str], timeout: float) -> dict[str, Any]:
+async def collect(
+    cluster: Cluster | None, addresses: list[str], timeout: float, secrets: Secrets | None
+) -> dict[str, Any]:
     """All questions at once; each has `timeout` seconds."""
     known = [(part.name, part.role, part.address) for part in cluster.instances] if cluster else []
     known += [("", "", address) for address in addresses]
     gateway, *instances = await asyncio.gather(
         ask_gateway(cluster.url if cluster else None, timeout),
-        *(ask_instance(*who, timeout) for who in known),
+        *(ask_instance(*who, timeout, secrets) for who in known),
     )
     return {"gateway": cluster.url if cluster else None, "gateway_status": gateway, "instances": instances}
 
@@ -57,21 +64,32 @@ async def ask_gateway(url: str | None, timeout: float) -> str | None:
         await probe.close()
 
 
-async def ask_instance(name: str, role: str, address: str, timeout: float) -> dict[str, Any]:
+async def ask_instance(name: str, role: str, address: str, timeout: float, secrets: Secrets | None) -> dict[str, Any]:
     """What one instance says, or the same keys with its `error`."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with dial(address, secrets, CHANNEL_OPTIONS) as channel:
         try:
             described, told = await asyncio.gather(
                 bootstrap_pb2_grpc.BootstrapStub(channel).Describe(bootstrap_pb2.DescribeRequest(), timeout=timeout),
                 admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout),
             )
         except grpc.aio.AioRpcError as error:
-            silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-            reason = "no answer" if silent else f"{error.code().name}: {error.details()}"
+            reason = why_silent(error)
             return instance_report(
                 name, role, address, bootstrap_pb2.DescribeResponse(), admin_pb2.StatusResponse(), reason
             )
     return instance_report(name, role, address, described, told, "")
+
+
+def why_silent(error: grpc.aio.AioRpcError) -> str:
+    match error.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "no answer"
+        case grpc.StatusCode.UNAVAILABLE:
+            # A server ends a connection without a word when one side has secrets and the other none, or others.
+            refused = "refused" in str(error.details())
+            return "no answer" if refused else "no answer; do both sides have the same --secrets?"
+        case code:
+            return f"{code.name}: {error.details()}"
 
 
 def instance_report(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from gateway.api_keys import KeysError, read_keys
 from paceline.ask import AskError, ask, curl_command
 from paceline.child import Answer, Child, Patience, last_lines
 from paceline.config import CLUSTER_FILE, Cluster, Part, free_ports, port_problem, read_cluster
@@ -24,6 +25,7 @@ from paceline.engine_options import check_ranks, model_folder
 from paceline.family import Family
 from paceline.local_plan import Plan, plan
 from paceline.progress import Progress
+from security.exposure import Exposed, check_public_port
 
 # What daemons exit with when their configuration cannot work, and when they have tried enough themselves.
 FINAL = ("exited with 1", "exited with 2")
@@ -35,6 +37,7 @@ async def up(options: argparse.Namespace) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with lock(run_dir):
         model = model_folder(options)
+        key = first_key(options)
         if problem := port_problem(options.host, 0):
             raise SystemExit(f"paceline: cannot listen on --host {options.host}: {problem}")
         port = options.port or free_ports(options.host, 1)[0]
@@ -47,7 +50,7 @@ async def up(options: argparse.Namespace) -> int:
             ("--prefill-layers", options.prefill_layers, "--prefill-pp", options.prefill_pp),
             ("--decode-layers", options.decode_layers, "--decode-pp", options.decode_pp),
         )
-        return await Supervisor(plan(options, model, run_dir, port)).run(options.ask)
+        return await Supervisor(plan(options, model, run_dir, port)).run(options.ask, key)
 
 
 def lock(run_dir: Path) -> IO[str]:
@@ -60,6 +63,15 @@ def lock(run_dir: Path) -> IO[str]:
         where = f" at {running.url} (pid {running.up_pid})" if running else ""
         raise SystemExit(f"paceline: a cluster already runs{where}; stop it, or use another --run-dir") from None
     return file
+
+
+def first_key(options: argparse.Namespace) -> str:
+    """For our own question. Ends the command if the gateway would refuse to start."""
+    try:
+        check_public_port("the gateway", options.host, bool(options.api_keys), options.insecure)
+        return read_keys(Path(options.api_keys))[0].secret if options.api_keys else ""
+    except (Exposed, KeysError) as error:
+        raise SystemExit(f"paceline: {error}") from error
 
 
 @dataclass
@@ -82,7 +94,7 @@ class Supervisor:
         self.over = asyncio.Event()
         self.exit_code = 0
 
-    async def run(self, question: str | None) -> int:
+    async def run(self, question: str | None, key: str = "") -> int:
         family = Family()
         children = [Child(spec, family, self, self.patience) for spec in self.plan.specs]
         self._handle_signals(family)
@@ -90,7 +102,7 @@ class Supervisor:
         tasks = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
         for task in tasks:
             task.add_done_callback(self._notice)
-        serving = asyncio.create_task(self._serve(question))
+        serving = asyncio.create_task(self._serve(question, key))
         try:
             await self.over.wait()
         finally:
@@ -141,16 +153,16 @@ class Supervisor:
 
     # The rest.
 
-    async def _serve(self, question: str | None) -> None:
+    async def _serve(self, question: str | None, key: str) -> None:
         await self.ready.wait()
         self.progress.finish()
         url, model = self.plan.url, self.plan.model_name
-        print(f"ready: {url}  try: {curl_command(url, model)}", flush=True)
+        print(f"ready: {url}  try: {curl_command(url, model, bool(key))}", flush=True)
         if question is None:
             return
         print(f"\n> {question}\n", flush=True)
         try:
-            await ask(url, model, question, sys.stdout)
+            await ask(url, model, question, sys.stdout, key=key)
         except AskError as error:
             self.progress.say(f"the question was not answered: {error}")
         else:

@@ -33,6 +33,7 @@ sim sim.world
 bench bench.serve
 paceline paceline.cli
 paceline_proto paceline_proto.v1
+security security.channels
 """.split()
 
 ALLOWED = {
@@ -41,7 +42,7 @@ ALLOWED = {
     "bench.serve": "import paceline_proto.v1, asyncio",
     "prefill.scheduler": "import pipeline.replica, consensus.log, transfer.sender",
     "prefill.io.daemon": "import pipeline.io.driver, engine.stage, time, grpc, paceline_proto.v1",
-    "pipeline.io.driver": "import consensus.io.store_socket, transfer.io.nixl, pipeline.rank, zmq, os",
+    "pipeline.io.driver": "import consensus.io.store_socket, transfer.io.nixl, pipeline.rank, security.channels, zmq, os",
     "engine.stage": "import torch, time",
 }
 
@@ -55,13 +56,15 @@ BREACHES = [
     ("layers", "transfer.sender", "import consensus.log"),
     ("layers", "bench.serve", "import paceline.cli"),
     ("layers", "gateway.app", "import sim.world"),
+    ("layers", "security.channels", "import paceline_proto.v1"),
+    ("layers", "security.channels", "import transfer.sender"),
     ("gateway", "gateway.app", "import transfer.sender"),
     ("gateway", "gateway.router", "import consensus.log"),
     ("bench", "bench.serve", "import gateway.app"),
     ("sim", "sim.world", "import pipeline.io.driver"),
     ("sim", "sim.world", "import engine.stage"),
     *(("pure", "pipeline.rank", f"import {name}") for name in
-      "time random socket threading asyncio os logging zmq grpc torch paceline_proto.v1".split()),
+      "time random socket threading asyncio os logging zmq grpc torch paceline_proto.v1 security.channels".split()),
     ("pure", "transfer.sender", "from time import monotonic"),
     ("pure", "decode.scheduler", "import engine.stage"),
     ("pure-gateway", "gateway.policies", "import random"),

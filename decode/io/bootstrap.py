@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import grpc
 
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc
+from security.channels import dial_blocking
+from security.secrets import Secrets
 
 DEADLINE = 10.0  # seconds for one answer, connecting included
 KEEPALIVE = (("grpc.keepalive_time_ms", 10_000), ("grpc.http2.ping_timeout_ms", 5_000))
@@ -37,7 +39,8 @@ class Bootstrap:
     An instance that is named with another address is asked there at once: it may have moved to another host,
     and what its old address still says, if only that it cannot be reached, means nothing any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Secrets | None = None) -> None:
+        self._secrets = secrets
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._answers: queue.SimpleQueue[tuple[grpc.Future, Found | Unreachable]] = queue.SimpleQueue()
         self._channels: dict[str, grpc.Channel] = {}
@@ -53,7 +56,7 @@ class Bootstrap:
         if before == address:
             return
         if address not in self._channels:
-            self._channels[address] = grpc.insecure_channel(address, options=list(KEEPALIVE))
+            self._channels[address] = dial_blocking(address, self._secrets, KEEPALIVE)
         stub = bootstrap_pb2_grpc.BootstrapStub(self._channels[address])
         call = stub.Describe.future(bootstrap_pb2.DescribeRequest(), timeout=DEADLINE, wait_for_ready=True)
         self._asking[instance] = (address, call)

@@ -18,6 +18,7 @@ from decode.io.bootstrap import Bootstrap, Found
 from pipeline.effects import CloseRoom, FirstToken, OpenRoom, RoomEffect, SendDestinations, StartSender, StopRoom
 from pipeline.local import Observation
 from pipeline.planner import Batch
+from security.secrets import Secrets
 from transfer.actions import NeedPeer, Observe
 from transfer.io.receiving_port import ReceivingPort
 
@@ -31,9 +32,9 @@ MOST_PER_TICK = 2.0
 class DecodePort:
     """`pipeline.io.driver.Port` over a `ReceivingPort`."""
 
-    def __init__(self, port: ReceivingPort) -> None:
+    def __init__(self, port: ReceivingPort, secrets: Secrets | None = None) -> None:
         self._port = port
-        self._bootstrap = Bootstrap()
+        self._bootstrap = Bootstrap(secrets)
         self._addresses: dict[str, str] = {}  # instance → gRPC address it was last named with
         self._epochs: dict[str, int] = {}  # instance → the incarnation whose ranks we know
         self._asked: dict[str, float] = {}

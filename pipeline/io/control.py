@@ -50,6 +50,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     push: str  # prefill: "layer" or "chunk", after which KV is sent
     checksum: str  # of KV pages: "xxh3" or "none"
     host: str  # address peers can reach, for the link and the transfer engine
+    secrets: str  # folder of the cluster's; "": none
     control: str  # ZMQ endpoints from here on
     relay_in: str  # "" on rank 0
     relay_out: str  # "" on the last rank

@@ -22,6 +22,8 @@ from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
 from pipeline.io.run_folder import RunFolder, RunFolderError
 from pipeline.io.service import Server
 from pipeline.io.supervisor import Supervisor
+from security.exposure import check_cluster_port
+from security.secrets import load_if
 
 __all__ = ["ConfigError", "DaemonConfig", "ModelFacts", "main", "serve"]
 
@@ -54,7 +56,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
         return asyncio.run(serve(config, facts))
     except (OSError, ValueError, RunFolderError) as error:
-        # ConfigError, BadAddress, and the errors of JSON and of the model folder are all ValueErrors.
+        # ConfigError, BadAddress, Exposed, SecretsError, the errors of JSON and of the model folder: all ValueErrors.
         log.error("refused to start: %s", error)
         return REFUSED
 
@@ -62,19 +64,21 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
 async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     """Runs the instance until it is told to stop (0) or gives up (1).
 
-    Raises `ConfigError`, `BadAddress` or `RunFolderError` if it cannot start.
+    Raises `ConfigError`, `BadAddress`, `Exposed`, `SecretsError` or `RunFolderError` if it cannot start.
     """
     max_model_len = facts.max_model_len(config)
     host = advertised_host(config.listen, config.advertise)
+    listen_host, port = split_host_port(config.listen)
+    secrets = load_if(config.secrets)
+    check_cluster_port(f"the {config.role} instance", listen_host, secrets is not None, config.insecure)
     folder = RunFolder(config.run_dir)
     folder.take()
     try:
         supervisor = Supervisor(config, facts, host, folder)
-        server = Server(supervisor, max_model_len)
+        server = Server(supervisor, max_model_len, secrets)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop, f"received {number.name}")
-        listen_host, port = split_host_port(config.listen)
         port = await server.start(join_host_port(listen_host, port))
         server.instance.address = join_host_port(host, port)
         supervisor.on_ready = lambda: _log_ready(supervisor, server.instance.address)

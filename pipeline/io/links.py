@@ -6,7 +6,7 @@ import zmq
 
 from pipeline.io.control import RankConfig
 from pipeline.io.ring import BackFrame, Inbox, Outbox, RelayFrame, ReportFrame
-from pipeline.io.zap import Gatekeeper
+from security.gatekeeper import Gatekeeper
 
 
 class Links:

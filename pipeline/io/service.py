@@ -30,6 +30,8 @@ from pipeline.io.generation import GenerationService
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
 from pipeline.io.supervisor import Phase, Supervisor
+from security.channels import bind
+from security.secrets import Secrets
 
 PROTOCOL_VERSION = 1  # of the link and transfer protocol
 _LARGEST_MESSAGE = 16 << 20
@@ -146,7 +148,8 @@ def _clamped(values: Mapping[str, int], most: int) -> dict[str, int]:
 class Server:
     """Binds, serves, and keeps the health service in step with the phase."""
 
-    def __init__(self, supervisor: Supervisor, max_model_len: int) -> None:
+    def __init__(self, supervisor: Supervisor, max_model_len: int, secrets: Secrets | None) -> None:
+        self._secrets = secrets
         config, self._supervisor = supervisor.config, supervisor
         self._server: Any = grpc.aio.server(
             options=[
@@ -175,7 +178,7 @@ class Server:
         """Starts answering; returns the port. Raises `BadAddress` if it cannot be bound."""
         await self._set_health(False)
         try:
-            port: int = self._server.add_insecure_port(listen)
+            port = bind(self._server, listen, self._secrets)
         except RuntimeError as error:
             port, why = 0, f": {error}"
         else:

@@ -1,21 +1,17 @@
 """Who may speak on the ring: CURVE keys, and the rank that each key belongs to.
 
 The daemon makes one key pair per rank and epoch and tells each rank its own secret and everyone's public
-keys. Every ring socket is encrypted with them. ZeroMQ asks the `Gatekeeper` about each connection (ZAP,
-RFC 27 of ZeroMQ), and what it answers, the rank, comes with every message: a reporter's rank is bound
-to its key and never read from what it says.
+keys. Every ring socket is encrypted with them, and the gatekeeper of the ring's context (`security.gatekeeper`)
+names the rank whose key a message came with: a reporter's rank is bound to its key and never read from what it
+says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import zmq
-from zmq.utils import z85
 
-_ENDPOINT = "inproc://zeromq.zap.01"
-_DOMAIN = b"paceline"
+from security.gatekeeper import guard, present
 
 
 class RingKeys(msgspec.Struct, frozen=True):
@@ -27,42 +23,14 @@ class RingKeys(msgspec.Struct, frozen=True):
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Before `bind`."""
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
+        guard(socket, self.secret)
 
     def dial(self, socket: zmq.Socket[bytes], rank: int) -> None:
         """Before `connect`; `rank` is the one that binds."""
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self.ranks[rank].encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
+        present(socket, self.public, self.secret, self.ranks[rank])
 
 
 def make_keys(ranks: int) -> list[RingKeys]:
     """Fresh keys for an epoch, one `RingKeys` per rank."""
     pairs = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(ranks)]
     return [RingKeys(public, secret, tuple(public for public, _ in pairs)) for public, secret in pairs]
-
-
-class Gatekeeper:
-    """Answers authentication requests of one context; the control loop polls `socket`."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ranks: Sequence[str]) -> None:
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(_ENDPOINT)
-        self.refused = 0
-        self._ranks = {z85.decode(key): rank for rank, key in enumerate(ranks)}
-
-    def answer(self) -> None:
-        while True:
-            try:
-                _, request, _, _, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            rank = self._ranks.get(credentials[0]) if mechanism == b"CURVE" and credentials else None
-            if rank is None:
-                self.refused += 1
-                self.socket.send_multipart([b"1.0", request, b"400", b"unknown key", b"", b""])
-            else:
-                self.socket.send_multipart([b"1.0", request, b"200", b"OK", str(rank).encode(), b""])

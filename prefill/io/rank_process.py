@@ -12,6 +12,7 @@ from pipeline.io.control import RankConfig
 from pipeline.io.kv import transfer_parts
 from prefill.io.port import PrefillPort
 from prefill.scheduler import PrefillReplica
+from security.secrets import load_if
 from transfer.io.sending_port import SendingPort
 
 
@@ -25,8 +26,8 @@ def make_port(config: RankConfig, stage: Any, context: zmq.Context[zmq.Socket[by
         parts.engine,
         parts.terms,
         config.host,
-        context=context,
         engine_factory=parts.engine_factory,
+        secrets=load_if(config.secrets),
     )
     return PrefillPort(port, config.rank == config.pp_size - 1), port.address, parts.engine.name
 

@@ -55,11 +55,11 @@ def test_options_become_the_daemons_configuration(tmp_path: Path) -> None:
     options = parse(
         f"decode --instance d7 --listen 0.0.0.0:9 --advertise 10.0.0.7 --pp 4 --layers 8,7,8,7 --run-dir {tmp_path} "
         "--dtype bfloat16 --page-size 32 --pages 99 --kv-memory 2G --chunk-size 64 --async-depth 0 "
-        "--transfer-backend nixl --model-name m"
+        "--transfer-backend nixl --model-name m --secrets s --insecure"
     )
     config = daemon_config(options, MODEL)
     assert config == DaemonConfig(
-        role="decode", instance="d7", listen="0.0.0.0:9", advertise="10.0.0.7", pp_size=4, layers="8,7,8,7",
+        role="decode", instance="d7", listen="0.0.0.0:9", advertise="10.0.0.7", secrets=str(Path("s").absolute()), insecure=True, pp_size=4, layers="8,7,8,7",
         run_dir=f"{tmp_path}/d7", dtype="bfloat16", page_size=32, pages=99, kv_bytes=2 << 30, chunk_size=64,
         async_depth=0, transfer_backend="nixl", model_name="m", model=str(MODEL),
     )  # fmt: skip
@@ -75,7 +75,8 @@ def test_the_commands_defaults_are_the_daemons() -> None:
 def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
     options = parse(
         "up --prefill-instances 2 --prefill-pp 3 --decode-layers 20,10 --page-size 8 --kv-memory 64M --host 0.0.0.0 "
-        "--stage-timeout 7.5 --transfer-device mlx5_0"
+        "--stage-timeout 7.5 --transfer-device mlx5_0 --insecure --api-keys k --key-inflight 3 "
+        "--key-requests-per-second 1.5"
     )
 
     async def planned() -> Plan:  # its probes want an event loop
@@ -102,6 +103,9 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
     assert told.decode == (made.specs[2].address,)
     assert (told.host, told.port, told.model, told.served_name) == ("0.0.0.0", 4321, MODEL, "tiny")
     assert told.shutdown_grace_s == 5
+    assert (told.insecure, told.api_keys, told.secrets) == (True, str(Path("k").absolute()), "")
+    assert (told.key_inflight, told.key_requests_per_s) == (3, 1.5)
+    assert all(config.insecure for config in configs)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from paceline_proto.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
+from security.channels import dial_blocking
+from security.secrets import load_if
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -81,6 +83,7 @@ class Daemon:
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
             )
         self._channel: grpc.Channel | None = None
+        self._secrets: str = config.get("secrets", "")
 
     @property
     def log(self) -> str:
@@ -91,7 +94,7 @@ class Daemon:
     def channel(self) -> grpc.Channel:
         if self._channel is None:
             found = eventually("the daemon's address", lambda: re.findall(r"instance at (\S+),", self.log))
-            self._channel = grpc.insecure_channel(found[-1])
+            self._channel = dial_blocking(found[-1], load_if(self._secrets))
         return self._channel
 
     def describe(self) -> bootstrap_pb2.DescribeResponse:

@@ -11,7 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from paceline_proto.v1 import bootstrap_pb2, generation_pb2
+from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc, generation_pb2
+from security.folder import make
 from tests.pipeline.daemon_harness import Daemon, eventually, is_running, request
 from tests.pipeline.scripted_rank import ECHO, FLOOD, HANG
 
@@ -187,6 +188,30 @@ def test_T14_an_address_that_others_cannot_reach_is_refused(start: Callable[...,
     daemon = start(listen="0.0.0.0:0", advertise="127.0.0.1")
     assert daemon.wait() == 2
     assert "loopback address 127.0.0.1" in daemon.log
+
+
+def test_off_loopback_an_instance_needs_secrets_or_insistence(start: Callable[..., Daemon]) -> None:
+    daemon = start(listen="0.0.0.0:0", advertise="10.1.2.3")
+    assert daemon.wait() == 2
+    assert "the prefill instance would listen on 0.0.0.0" in daemon.log
+    assert "paceline certs" in daemon.log and "--insecure" in daemon.log
+
+
+def test_with_secrets_an_instance_answers_members_alone(start: Callable[..., Daemon], tmp_path: Path) -> None:
+    make(tmp_path / "secrets")
+    daemon = start(secrets=str(tmp_path / "secrets")).when_serving()
+    address = daemon.describe().instance.address
+    with grpc.insecure_channel(address) as stranger:
+        ask = bootstrap_pb2_grpc.BootstrapStub(stranger).Describe
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(bootstrap_pb2.DescribeRequest(), timeout=5)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_secrets_that_cannot_be_used_are_refused_at_start(start: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = start(secrets=str(tmp_path / "nowhere"))
+    assert daemon.wait() == 2
+    assert "refused to start" in daemon.log and "paceline certs" in daemon.log
 
 
 def test_sigterm_ends_streams_with_a_reason_and_leaves_no_process(start: Callable[..., Daemon]) -> None:

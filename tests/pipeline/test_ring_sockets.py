@@ -14,7 +14,8 @@ import zmq
 from consensus.entry import Key, StageKey
 from consensus.votes import Bell
 from pipeline.io.ring import AckFrame, BackFrame, BellFrame, FramesLost, Inbox, Outbox, ReportFrame
-from pipeline.io.zap import Gatekeeper, RingKeys, make_keys
+from pipeline.io.zap import RingKeys, make_keys
+from security.gatekeeper import Gatekeeper
 
 PATIENCE = 10.0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import zmq
 
+from security.secrets import Secrets
 from tests.transfer.faults import FaultyEngine
 from tests.transfer.pools import Memory, Pool, pipeline
 from transfer.actions import NeedPeer, Observe, Peer
@@ -53,7 +54,9 @@ class Ports:
         peer_timeout: float = 10.0,
         checksum: str = "xxh3",
         limits: ReplacementLimits | None = None,
+        secrets: Secrets | None = None,
     ) -> None:
+        self.secrets = secrets
         self.backend, self.source, self.destination = backend, source, destination
         self.peer_timeout = peer_timeout
         agreed = terms(backend, checksum)
@@ -75,6 +78,7 @@ class Ports:
                 peer_timeout,
                 engine_factory=make if limits else None,
                 limits=limits or DEFAULT_LIMITS,
+                secrets=secrets,
             )
             self.senders.append(port)
             self.engines.append(engine)
@@ -94,6 +98,7 @@ class Ports:
             terms(self.backend, checksum),
             HOST,
             self.peer_timeout,
+            secrets=self.secrets,
         )
 
     def __enter__(self) -> Ports:
@@ -208,12 +213,13 @@ class Rig(Ports):
         peer_timeout: float = 10.0,
         checksum: str = "xxh3",
         limits: ReplacementLimits | None = None,
+        secrets: Secrets | None = None,
     ) -> None:
         source = pipeline(prefill, layers, page_size, bytes_per_token)
         destination = pipeline(decode, layers, page_size, bytes_per_token)
         self.src = [Pool(source, rank, pages, seed=rank + 1) for rank in range(prefill)]
         self.dst = [Pool(destination, rank, pages) for rank in range(decode)]
-        super().__init__(backend, source, self.src, destination, self.dst, peer_timeout, checksum, limits)
+        super().__init__(backend, source, self.src, destination, self.dst, peer_timeout, checksum, limits, secrets)
 
     def __enter__(self) -> Rig:
         return self

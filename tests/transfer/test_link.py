@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +11,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from security.folder import make
+from security.gatekeeper import present
 from tests.transfer.rig import DECODE, HOST, PREFILL, Rig, engine_for, terms
 from transfer.actions import Observe, Peer
 from transfer.handshake import objection
@@ -88,6 +91,45 @@ def test_a_frame_beyond_what_zmq_takes_costs_its_sender_the_connection_and_nobod
         stranger.send(b"z" * (2 * MAX_FRAME + 1))
         hand_over(rig, "a/0", 1)
         stranger.close()
+
+
+@pytest.mark.parametrize("who", ["plain", "other cluster", "server key known"])
+def test_with_secrets_a_stranger_gets_no_frame_in(who: str, tmp_path: Path) -> None:
+    ours, theirs = make(tmp_path / "ours"), make(tmp_path / "theirs")
+    with Rig("local", 1, 1, peer_timeout=1.0, secrets=ours) as rig:
+        hand_over(rig, "a/0", 1)
+        link = rig.senders[0].link
+        before = replace(link.counters)
+        socket = dealer(rig.senders[0].address) if who == "plain" else zmq.Context.instance().socket(zmq.DEALER)
+        if who != "plain":
+            socket.setsockopt(zmq.LINGER, 0)
+            server = ours.curve_public if who == "server key known" else theirs.curve_public
+            present(socket, theirs.curve_public, theirs.curve_secret, server)
+            socket.connect(rig.senders[0].address)
+        forged = Hello(PREFILL, terms("local"), rig.destination, rig.dst[0].regions, b"", HOST)
+        for _ in range(100):
+            socket.send(encode(Frame(DECODE, 99, 0, 7, 0, forged)))
+        if who == "server key known":
+            rig.pump(lambda: link.refused > 0)
+        hand_over(rig, "b/0", 2)
+        assert socket.poll(0) == 0
+        assert link.counters.malformed == before.malformed == 0
+        assert [peer.epoch for peer in link.bindings] == [1]
+        socket.close()
+
+
+def test_a_receiver_with_other_secrets_hands_nothing_to_an_impostor(tmp_path: Path) -> None:
+    ours, theirs = make(tmp_path / "ours"), make(tmp_path / "theirs")
+    with Rig("local", 1, 1, peer_timeout=0.5, secrets=ours) as rig:
+        rig.secrets = theirs
+        stranger = rig.receiver(0, rig.dst[0])
+        rig.receivers[0].close_port()
+        rig.receivers[0] = stranger
+        stranger.introduce(PREFILL, [rig.senders[0].address])
+        rig.note(DECODE, 0, stranger.open("a/0", PREFILL, 1, 4))
+        rig.pump(lambda: rig.all_heard(DECODE, "a/0", "prealloc"))
+        assert "no word from" in rig.heard(DECODE, "a/0", "prealloc")[0].reason
+        assert not rig.senders[0].link.bindings
 
 
 @pytest.mark.parametrize("times", [1, 3])

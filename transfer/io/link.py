@@ -8,6 +8,8 @@ A link is one connection attempt: a fresh socket, a fresh number, counted frames
 that is missing, a lost connection or silence ends it, and a new one starts with `Hello`;
 both sides then say again what counts. So ZeroMQ's own reconnecting, which loses messages
 without a word, is off. Malformed, oversized and unbound frames are dropped and counted.
+
+With the cluster's secrets the connection is encrypted, and nobody without them gets a frame in.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import zmq
+
+from security.gatekeeper import Gatekeeper, guard, present
+from security.secrets import Secrets
 
 from ..actions import Peer
 from ..liveness import Liveness
@@ -66,20 +71,27 @@ class _Binding:
 class LinkServer:
     """The prefill rank's end: one ROUTER for all decode ranks."""
 
-    def __init__(self, bind: str, identity: Peer, context: zmq.Context[zmq.Socket[bytes]], timeout: float) -> None:
+    def __init__(self, bind: str, identity: Peer, timeout: float, secrets: Secrets | None = None) -> None:
         self.identity = identity
         self.counters = LinkCounters()
         self.bindings: dict[Peer, _Binding] = {}
         self._routes: dict[bytes, _Binding] = {}
         self._timeout = timeout
-        self.socket = context.socket(zmq.ROUTER)
+        # A context of its own: the gatekeeper answers for this socket and no other.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.gatekeeper = Gatekeeper(self._context, [secrets.curve_public]) if secrets else None
+        self.socket = self._context.socket(zmq.ROUTER)
         _options(self.socket)
+        if secrets is not None:
+            guard(self.socket, secrets.curve_secret)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not a silent drop
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, now: float) -> list[tuple[bytes, Frame]]:
         """(route, frame): a `Hello` of anyone, else only what continues a bound link."""
+        if self.gatekeeper is not None:
+            self.gatekeeper.answer()
         arrived = []
         for _ in range(BATCH):  # the rest is still there at the next poll
             try:
@@ -100,6 +112,11 @@ class LinkServer:
         for binding in self.bindings.values():
             self._drain(binding)
         return arrived
+
+    @property
+    def refused(self) -> int:
+        """Connections of strangers."""
+        return self.gatekeeper.refused if self.gatekeeper is not None else 0
 
     @property
     def full(self) -> bool:
@@ -141,6 +158,9 @@ class LinkServer:
 
     def close(self) -> None:
         self.socket.close(0)
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
+        self._context.term()
 
     def _frame(self, link: int, number: int, message: Message) -> Frame:
         return Frame(self.identity.instance, self.identity.epoch, self.identity.rank, link, number, message)
@@ -204,6 +224,7 @@ class LinkClient:
         timeout: float,
         now: float,
         counters: LinkCounters,
+        secrets: Secrets | None = None,
     ) -> None:
         self.address, self.rank, self.identity = address, rank, identity
         self.counters = counters
@@ -214,7 +235,7 @@ class LinkClient:
         self.dialled_at = float("-inf")
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
-        self._context = context
+        self._context, self._secrets = context, secrets
         self._link = self._number = self._expected = 0
         self._outbox: deque[bytes] = deque()
 
@@ -223,6 +244,8 @@ class LinkClient:
         self.socket = self._context.socket(zmq.DEALER)
         _options(self.socket)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        if (known := self._secrets) is not None:
+            present(self.socket, known.curve_public, known.curve_secret, known.curve_public)
         with contextlib.suppress(zmq.ZMQError):
             self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.down, self.dialled_at = False, now

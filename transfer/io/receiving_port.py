@@ -27,6 +27,8 @@ from typing import cast
 
 import zmq
 
+from security.secrets import Secrets
+
 from ..actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, Verify
 from ..handshake import misfit, unspecified
 from ..messages import Frame, Hello, Ping, Pong, Refused, Reset, Terms, Welcome
@@ -65,6 +67,7 @@ class ReceivingPort:
         peer_timeout: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        secrets: Secrets | None = None,
     ) -> None:
         """`regions` must be registered with the engine already; `terms.backend` is the engine's name."""
         if unspecified(host):
@@ -82,6 +85,7 @@ class ReceivingPort:
         self._topology, self._regions, self._terms, self._host = topology, regions, terms, host
         self._timeout, self._clock = peer_timeout, clock
         self._context = context or zmq.Context.instance()
+        self._secrets = secrets
         self._endpoint = engine.endpoint()
         self.link_counters = LinkCounters()  # of all links, past ones too
         self._sources: dict[str, _Source] = {}
@@ -217,6 +221,7 @@ class ReceivingPort:
                     self._timeout,
                     now,
                     self.link_counters,
+                    self._secrets,
                 )
                 source.links[rank] = link
             if link is not None and link.peer is None:

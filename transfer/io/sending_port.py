@@ -29,6 +29,8 @@ from typing import assert_never, cast
 
 import zmq
 
+from security.secrets import Secrets
+
 from ..actions import Observe, Peer, Send, SenderAction, Submit
 from ..handshake import misfit, objection, unspecified
 from ..messages import Frame, Hello, Ping, Pong, Refused, Reset, Terms, Welcome
@@ -57,9 +59,9 @@ class SendingPort:
         host: str,
         peer_timeout: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
         engine_factory: EngineFactory | None = None,
         limits: ReplacementLimits = DEFAULT_LIMITS,
+        secrets: Secrets | None = None,
     ) -> None:
         """`regions` must be registered with the engine already; `terms.backend` is the engine's name.
 
@@ -75,7 +77,7 @@ class SendingPort:
         self._checksums = None if terms.checksum == NONE else Checksums(regions)
         last = identity.rank == len(topology.shards) - 1
         self.side = SendingSide(identity.rank, topology, last, self._checksums is not None)
-        self.link = LinkServer(f"tcp://{host}:0", identity, context or zmq.Context.instance(), peer_timeout)
+        self.link = LinkServer(f"tcp://{host}:0", identity, peer_timeout, secrets)
         self.address = self.link.address
         self._terms, self._topology, self._regions, self._host = terms, topology, regions, host
         self._clock, self._limits = clock, limits
@@ -106,6 +108,8 @@ class SendingPort:
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self.link.socket, zmq.POLLIN)
+        if self.link.gatekeeper is not None:
+            poller.register(self.link.gatekeeper.socket, zmq.POLLIN)
         wanted = self.slot.descriptors()
         if self._checksums is not None:
             wanted += (self._checksums.fd,)

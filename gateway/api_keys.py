@@ -1,0 +1,122 @@
+"""Who may ask: API keys, and how much each of them may ask for.
+
+In: a file with one key per line (`KEY [NAME]`, # begins a comment), read again on SIGHUP; requests with
+`Authorization: Bearer KEY`. Out: requests that may go on, or a 401 or 429 in OpenAI's shape. Invariants: keys are
+kept as digests and compared in constant time; none is ever logged, only its name or its line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from gateway.errors import ApiError
+from gateway.http_shell import error_response
+from gateway.key_limits import KeyLimits, KeyUse
+
+log = logging.getLogger("paceline.gateway")
+
+# A probe has no key, and Prometheus seldom one; neither path runs anything or tells what is asked.
+FREE = ("/health", "/metrics")
+_SHORTEST_KEY = 16
+_LARGEST_FILE = 4 << 20
+_MOST_KEYS = 10_000
+
+
+class KeysError(ValueError):
+    """The file cannot be used; the message names the line, never the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    name: str
+    secret: str = field(repr=False)
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """Raises `KeysError`."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise KeysError(f"{path} is larger than {_LARGEST_FILE} bytes")
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeysError(f"the API keys in {path} cannot be read: {error}") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split(maxsplit=1)
+        if not words:
+            continue
+        if len(words[0]) < _SHORTEST_KEY or not words[0].isascii() or not words[0].isprintable():
+            raise KeysError(f"{path} line {number}: a key has at least {_SHORTEST_KEY} printable ASCII characters")
+        keys.append(ApiKey(words[1].strip() if len(words) > 1 else f"line {number}", words[0]))
+    if not keys:
+        raise KeysError(f"{path} holds no key; write one per line, e.g. the output of `openssl rand -hex 32`")
+    if len(keys) > _MOST_KEYS:
+        raise KeysError(f"{path} holds {len(keys)} keys; at most {_MOST_KEYS} are taken")
+    return keys
+
+
+class KeyRing:
+    """The keys that are good now, and what each is doing."""
+
+    def __init__(self, path: Path, limits: KeyLimits) -> None:
+        """Raises `KeysError`."""
+        self._path, self._limits = path, limits
+        self.unknown = self.limited = 0  # requests turned away
+        self._uses = self._read({})
+
+    def reload(self) -> None:
+        """A file that cannot be used changes nothing."""
+        try:
+            self._uses = self._read(self._uses)
+            log.info("read %d API keys from %s", len(self._uses), self._path)
+        except KeysError as error:
+            log.error("the API keys stay as they are: %s", error)
+
+    def use_of(self, authorization: str) -> KeyUse | None:
+        scheme, _, secret = authorization.partition(" ")
+        digest = _digest(secret.strip())
+        found = None
+        for known, use in self._uses.items():  # all of them, whichever it is
+            if hmac.compare_digest(known, digest):
+                found = use
+        return found if scheme.lower() == "bearer" else None
+
+    @web.middleware
+    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in FREE:
+            return await handler(request)
+        use = self.use_of(request.headers.get("Authorization", ""))
+        if use is None:
+            self.unknown += 1
+            message = "no such API key; send one of the gateway's as `Authorization: Bearer KEY`"
+            response = error_response(ApiError(401, message, code="invalid_api_key"))
+            response.headers["WWW-Authenticate"] = "Bearer"
+            return response
+        wait = use.begin(asyncio.get_running_loop().time(), self._limits)
+        if wait is not None:
+            self.limited += 1
+            message = "this API key asks for more than it may; try again later"
+            response = error_response(ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded"))
+            response.headers["Retry-After"] = str(max(1, math.ceil(wait)))
+            return response
+        try:
+            return await handler(request)
+        finally:
+            use.end()
+
+    def _read(self, before: dict[bytes, KeyUse]) -> dict[bytes, KeyUse]:
+        digests = [_digest(key.secret) for key in read_keys(self._path)]
+        return {digest: before.get(digest) or KeyUse() for digest in digests}
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
