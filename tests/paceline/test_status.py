@@ -100,7 +100,7 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
     assert told == {
         "instance": "prefill-0", "role": "prefill", "address": address, "error": "", "epoch": 3, "phase": "serving",
         "pid": 99, "restarts": 2, "last_failure": "rank 1 was killed", "serving": False,
-        "not_serving_reason": "rank 1 loads", "model_name": "tiny", "page_size": 16, "pool_pages": 64, "kv_dtype": "",
+        "not_serving_reason": "rank 1 loads", "model_name": "tiny", "page_size": 16, "pool_pages": 64, "kv_dtype": "", "open_attempts": 0, "drain": None,
         "transfer_backend": "mooncake",
     }  # fmt: skip
     assert [rank["rank"] for rank in ranks] == [0, 1]
