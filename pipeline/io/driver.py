@@ -34,6 +34,7 @@ from pipeline.effects import (
     Report,
     RoomEffect,
     Run,
+    Skip,
 )
 from pipeline.io import control
 from pipeline.io.control import RankConfig
@@ -320,6 +321,8 @@ class Driver:
                     self._links.report_out.send(frame)
                 case Run(batch):
                     self._executor.run(batch)
+                case Skip(tick):
+                    self._executor.skip(tick)
                 case CopyToHost() | CopyFromHost() | DropHostCopy():
                     self._executor.run(effect)
                 case Reply(key, position, tokens):
@@ -358,6 +361,7 @@ class Driver:
                 **replica.counters,
                 **counters,
                 "host_bytes": self._executor.host.used,
+                "ticks_skipped": self._executor.skipped,
                 "recordings_lost": self._flight.lost_segments,
                 "frames_dropped": dropped + counters.get("frames_dropped", 0),
             },
