@@ -80,7 +80,7 @@ class DecodeReplica(Replica):
                 self.emit(DropHostCopy(request.key.room))
                 self._complete(request, outcome)
             case _ if request.ticks:
-                request.ending = outcome
+                self.end_when_harvested(request, outcome)
             case _:
                 self._complete(request, outcome)
 

@@ -20,7 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.generation_job import Job
 from gateway.instances import Pair, Side
 from gateway.merge import Deliver, Ending, Event, Finish, Merge, Token
-from gateway.wire import Link, cancelled_by_us, generate_request, tell
+from gateway.wire import Link, cancelled_by_us, generate_request, refused_for_draining, tell
 from paceline_proto.v1 import generation_pb2
 
 log = logging.getLogger("paceline.gateway")
@@ -114,7 +114,7 @@ class Attempt:
                 self._happened(tell(self._merge, side, response))
             self._happened(self._merge.broke(side, "", "its stream ended without an outcome"))
         except grpc.aio.AioRpcError as error:
-            self._broke(side, error.code().name, error.details() or "no details")
+            self._broke(side, error.code().name, error.details() or "no details", refused_for_draining(error))
         except asyncio.CancelledError:
             if not cancelled_by_us():
                 self._broke(side, "CANCELLED", "the instance cancelled the call")
@@ -126,12 +126,12 @@ class Attempt:
             log.exception("%s: reading the %s side failed", self.request_id, side.value)
             self._happened(self._merge.close(Finish(Ending.FAILED, "the gateway failed", "INTERNAL")))
 
-    def _broke(self, side: Side, status: str, reason: str) -> None:
+    def _broke(self, side: Side, status: str, reason: str, draining: bool = False) -> None:
         log.debug("%s: %s call: %s: %s", self.request_id, side.value, status, reason)
         # Also when the request has ended or the side has told its outcome: the instance is broken all the same.
         if status not in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS"):
             self.on_broken(side, status == "UNAVAILABLE")
-        self._happened(self._merge.broke(side, status, f"{reason} ({status})"))
+        self._happened(self._merge.broke(side, status, f"{reason} ({status})", draining))
 
     def _happened(self, events: list[Event]) -> None:
         if self._merge.handed_over and not self._handed_over:
@@ -143,6 +143,8 @@ class Attempt:
             elif event.ending is Ending.FAILED:
                 if event.hand_over:
                     self.on_hand_over(False)
+                if event.draining and event.side is not None:
+                    self.on_broken(event.side, True)  # it is no use until it says that it serves
                 self._wind_up(event.reason, abort=True, cancel=True)
             else:
                 self._wind_up("", abort=False, cancel=False)

@@ -91,7 +91,7 @@ class Course:
         """Starts the next attempt, or says why there is none."""
         failed, metrics = self._attempt.pair, self._means.metrics
         if not self._recovery.failed(failed, finish):
-            pair: Pair | str = f"none of its {self._recovery.budget} resumes is left"
+            pair: Pair | str = self._recovery.exhausted(finish)
         else:
             pair = self._choose(trusted=True)
             if isinstance(pair, str):
@@ -103,8 +103,9 @@ class Course:
         if isinstance(pair, str):
             metrics.given_up.labels(cause(finish)).inc()
             return Finish(Ending.FAILED, f"{finish.reason}; not resumed: {pair}", finish.status)
-        metrics.resumed(cause(finish), first=self._recovery.resumes == 1)
-        log.warning(
+        metrics.resumed(cause(finish), first=self._recovery.attempts == 1)
+        log.log(
+            logging.INFO if finish.draining else logging.WARNING,
             "%s resumes on %s and %s after %d tokens; attempt %d on %s and %s failed: %s",
             self.request_id,
             pair.prefill.instance_id,
@@ -153,7 +154,7 @@ class Course:
         links = {side: means.registry.link(pair.of(side)) for side in Side}
         attempt = Attempt(
             request_id=self.request_id,
-            number=self._recovery.resumes,
+            number=self._recovery.attempts,
             pair=pair,
             links={side: link for side, link in links.items() if link is not None},
             config=means.config,

@@ -66,6 +66,8 @@ class Finish:
     side: Side | None = None
     # Of a failure: it lies between the two instances of the pair.
     hand_over: bool = False
+    # Of a failure that is none: the instance drains and lets go of its requests, or takes none.
+    draining: bool = False
 
 
 Event = Deliver | Finish
@@ -118,6 +120,7 @@ class Merge:
         output_tokens: int = 0,
         retryable: bool = False,
         hand_over: bool = False,
+        draining: bool = False,
     ) -> list[Event]:
         """The side told its outcome."""
         if self._ended[side]:
@@ -126,17 +129,17 @@ class Merge:
         if self.finish is not None:
             return []
         if side is Side.PREFILL:
-            return self._prefill_ended(end, reason, output_tokens, retryable, hand_over)
+            return self._prefill_ended(end, reason, output_tokens, retryable, hand_over, draining)
         if end in _SUCCESS:
             # A success has at least one token, also if the side does not count.
             self._waiting_end = (_SUCCESS[end], max(output_tokens, self._first + 1))
             return self._settle([])
         if end is SideEnd.HANDED_OVER:
             return self._fail(side, "says it handed the request over, which only prefill does")
-        return self._failed_outcome(side, end, reason, retryable, hand_over)
+        return self._failed_outcome(side, end, reason, retryable, hand_over, draining)
 
-    def broke(self, side: Side, status: str, reason: str) -> list[Event]:
-        """The side's stream ended without an outcome."""
+    def broke(self, side: Side, status: str, reason: str, draining: bool = False) -> list[Event]:
+        """The side's stream ended without an outcome; `draining`: it was refused for that."""
         if self._ended[side]:
             return []
         self._ended[side] = True
@@ -144,14 +147,14 @@ class Merge:
             return []
         if side is Side.PREFILL and self.handed_over:
             return self._settle([])
-        return self._fail(side, reason, status=status, retryable=status in _RETRYABLE)
+        return self._fail(side, reason, status=status, retryable=status in _RETRYABLE, draining=draining)
 
     def close(self, finish: Finish) -> list[Event]:
         """The gateway itself ends the request: a stop string, a client that went away, its own stop."""
         return [] if self.finish is not None else self._finish(finish)
 
     def _prefill_ended(
-        self, end: SideEnd, reason: str, output_tokens: int, retryable: bool, hand_over: bool
+        self, end: SideEnd, reason: str, output_tokens: int, retryable: bool, hand_over: bool, draining: bool
     ) -> list[Event]:
         if end in _SUCCESS and not self.handed_over:
             if max(output_tokens, self._first + 1) > len(self.delivered):
@@ -161,9 +164,11 @@ class Merge:
             self.handed_over = True
         if self.handed_over:
             return self._settle([])
-        return self._failed_outcome(Side.PREFILL, end, reason, retryable, hand_over)
+        return self._failed_outcome(Side.PREFILL, end, reason, retryable, hand_over, draining)
 
-    def _failed_outcome(self, side: Side, end: SideEnd, reason: str, retryable: bool, hand_over: bool) -> list[Event]:
+    def _failed_outcome(
+        self, side: Side, end: SideEnd, reason: str, retryable: bool, hand_over: bool, draining: bool
+    ) -> list[Event]:
         # An abort that the gateway did not ask for is the instance's own, as when it drains.
         elsewhere = retryable or end is SideEnd.ABORT
         return self._fail(
@@ -172,6 +177,7 @@ class Merge:
             status="UNAVAILABLE" if elsewhere else "",
             retryable=elsewhere,
             hand_over=hand_over,
+            draining=draining,
         )
 
     def _accept(self, side: Side, position: int, tokens: Iterable[Token]) -> list[Event]:
@@ -219,10 +225,18 @@ class Merge:
         return f"told a token at position {position}, but position {len(self.delivered)} never came"
 
     def _fail(
-        self, side: Side, reason: str, *, status: str = "", retryable: bool = False, hand_over: bool = False
+        self,
+        side: Side,
+        reason: str,
+        *,
+        status: str = "",
+        retryable: bool = False,
+        hand_over: bool = False,
+        draining: bool = False,
     ) -> list[Event]:
         blamed = None if hand_over else side
-        return self._finish(Finish(Ending.FAILED, f"{side.value} side: {reason}", status, retryable, blamed, hand_over))
+        text = f"{side.value} side: {reason}"
+        return self._finish(Finish(Ending.FAILED, text, status, retryable, blamed, hand_over, draining))
 
     def _finish(self, finish: Finish) -> list[Event]:
         assert self.finish is None, "a request ends once"

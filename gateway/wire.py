@@ -99,6 +99,11 @@ def instance_from(dialed: str, side: Side, description: bootstrap_pb2.DescribeRe
     )
 
 
+def refused_for_draining(error: grpc.aio.AioRpcError) -> bool:
+    """The instance takes nothing new, and nothing of it has failed."""
+    return any(key == "paceline-draining" for key, _ in error.trailing_metadata() or ())
+
+
 def _sampling(sampling: Sampling) -> generation_pb2.SamplingParams:
     return generation_pb2.SamplingParams(
         temperature=sampling.temperature,
@@ -155,5 +160,7 @@ def tell(merge: Merge, side: Side, response: generation_pb2.GenerateResponse) ->
     if event == "outcome":
         outcome = response.outcome
         end = _SIDE_ENDS.get(outcome.kind, SideEnd.ERROR)
-        return merge.outcome(side, end, outcome.reason, outcome.output_tokens, outcome.retryable, outcome.hand_over)
+        return merge.outcome(
+            side, end, outcome.reason, outcome.output_tokens, outcome.retryable, outcome.hand_over, outcome.draining
+        )
     return []  # an event of a newer protocol

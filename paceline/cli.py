@@ -25,6 +25,7 @@ from paceline.engine_options import (
     daemon_config,
     model_folder,
 )
+from paceline.operate_options import add_operator_commands
 from paceline.transfer_bench.options import add_options as add_transfer_bench_options
 
 DESCRIPTION = "Prefill/decode-disaggregated LLM serving whose pipeline-parallel ranks cannot drift apart."
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands)
     _add_status(commands)
+    add_operator_commands(commands)
     _add_doctor(commands)
     _add_certs(commands)
     _add_replay(commands)

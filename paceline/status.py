@@ -107,6 +107,8 @@ def instance_report(
         "error": error,
         "epoch": told.instance.epoch,
         "phase": told.phase,
+        "open_attempts": told.open_attempts,
+        "drain": drain_report(told.drain) if told.HasField("drain") else None,
         "pid": told.pid,
         "restarts": told.restarts,
         "last_failure": told.last_failure,
@@ -119,6 +121,10 @@ def instance_report(
         "transfer_backend": described.transfer_backend,
         "ranks": [rank_report(rank) for rank in sorted(told.ranks, key=lambda rank: rank.rank)],
     }
+
+
+def drain_report(drain: admin_pb2.DrainState) -> dict[str, Any]:
+    return {"reason": drain.reason, "remaining_s": round(drain.remaining_s, 1), "empty": drain.empty}
 
 
 def rank_report(rank: admin_pb2.RankStatus) -> dict[str, Any]:

@@ -31,6 +31,9 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
     )
     if not instance["serving"] and instance["not_serving_reason"]:
         yield f"  not serving: {instance['not_serving_reason']}"
+    if drain := instance["drain"]:
+        left = f"{instance['open_attempts']} open, let go in {drain['remaining_s']:g} s"
+        yield f"  draining: {'empty, may be stopped' if drain['empty'] else left}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
     yield from _aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])

@@ -120,6 +120,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Skip:
+    """Every attempt in this tick has ended: a rank that has not begun it need not compute it, only pass it on.
+
+    No rank need know what another one did: whatever the tick returns, the log says before that nobody wants it."""
+
+    tick: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """Output tokens of an attempt, from `position`."""
 
@@ -138,4 +147,4 @@ class End:
 
 RoomEffect = OpenRoom | StartSender | SendDestinations | FirstToken | StopRoom | CloseRoom
 HostEffect = CopyToHost | CopyFromHost | DropHostCopy
-Effect = Relay | Acknowledge | Report | RoomEffect | HostEffect | Run | Reply | End
+Effect = Relay | Acknowledge | Report | RoomEffect | HostEffect | Run | Skip | Reply | End

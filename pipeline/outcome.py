@@ -17,7 +17,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Exactly one per attempt and side. `retryable`: another pair may succeed.
 
     `hand_over`: what failed lies between the two instances of the pair, not in one of them. `output_tokens` counts
-    those of earlier attempts too.
+    those of earlier attempts too. `draining`: nothing failed, the instance let the attempt go.
     """
 
     kind: str
@@ -25,3 +25,4 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int = 0
     retryable: bool = False
     hand_over: bool = False
+    draining: bool = False

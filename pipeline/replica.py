@@ -18,7 +18,7 @@ import msgspec
 
 from consensus.digest import Digest, Note
 from consensus.entry import Abort, Admission, Entry, Key, Launch, RequestSpec, StageKey, TokenOut, Verdict
-from pipeline.effects import CloseRoom, Effect, End, OpenRoom, Reply, Run, StopRoom
+from pipeline.effects import CloseRoom, Effect, End, OpenRoom, Reply, Run, Skip, StopRoom
 from pipeline.lease import LeaseBook, tick_holder
 from pipeline.outcome import ERROR, Outcome
 from pipeline.planner import Batch, Row, Share
@@ -225,6 +225,14 @@ class Replica(ABC):
         self.end(request, outcome)
         self.emit(StopRoom(request.key.room, outcome.reason))
         self.move(request, ABORTING)
+
+    def end_when_harvested(self, request: Request, outcome: Outcome) -> None:
+        """Launched ticks keep the attempt until they return; those that compute for nobody else need not be run."""
+        assert request.ticks and request.ending is None
+        request.ending = outcome
+        for batch in self.slots.flight:
+            if batch.tick in request.ticks and all(self.requests[row.key].ending for row in batch.rows):
+                self.emit(Skip(batch.tick))
 
     def reply(self, request: Request, token: TokenOut) -> None:
         request.output.append(token.token)

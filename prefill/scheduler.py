@@ -52,8 +52,8 @@ class PrefillReplica(Replica):
             self.finish(request)
         elif request.ticks:
             # Launched chunks are harvested first; the sender stops now.
-            request.ending = outcome
             self.emit(StopRoom(request.key.room, outcome.reason))
+            self.end_when_harvested(request, outcome)
         else:
             self._quarantine(request, outcome)
 

@@ -49,6 +49,7 @@ from pipeline.effects import (
     Reply,
     Report,
     Run,
+    Skip,
 )
 from pipeline.local import Observation
 from pipeline.outcome import Outcome
@@ -241,8 +242,8 @@ class World:
                     self.copies[k][room] = effect
                 case DropHostCopy(room):
                     self.drops[k][room] = None
-                case Reply():
-                    pass
+                case Reply() | Skip():
+                    pass  # a rank may compute what need not be
                 case _:
                     if (port := self.ports[k].get(effect.room)) is not None:
                         port.perform(effect)

@@ -23,6 +23,7 @@ from pipeline.effects import (
     Reply,
     Report,
     Run,
+    Skip,
 )
 from pipeline.local import Observation
 from pipeline.planner import Batch
@@ -39,6 +40,8 @@ from sim.rules import watch_store
 if TYPE_CHECKING:
     from pipeline.replica import Replica
     from sim.incarnation import Incarnation
+
+_UNREAD = -1  # a token that nobody may look at
 
 
 class RankProcess(Process):
@@ -69,6 +72,7 @@ class RankProcess(Process):
         self.host: dict[str, list[list[int]]] = {}  # room → saved KV
         self._host_used = 0
         self._hidden_tick = 0  # latest tick whose hidden states came from the rank before
+        self._needless: set[int] = set()  # ticks that need not be run
         self._running: Batch | None = None
         self._waking = False
         self._timer = 0
@@ -126,8 +130,11 @@ class RankProcess(Process):
             self.sequencer.report(item)
             self.wake()
 
-    def on_hidden(self, tick: int) -> None:
-        self._hidden_tick = tick
+    def on_hidden(self, item: tuple[int, bool]) -> None:
+        """A tick's hidden states, or word that the rank before skipped it."""
+        self._hidden_tick, skipped = item
+        if skipped:
+            self._needless.add(self._hidden_tick)
         self._start_forward()
 
     def observe(self, observation: Observation) -> None:
@@ -202,6 +209,9 @@ class RankProcess(Process):
                 case Run(batch):
                     self._queue.append(batch)
                     self._start_forward()
+                case Skip(tick):
+                    if any(batch.tick == tick for batch in self._queue):
+                        self._needless.add(tick)
                 case CopyToHost() | CopyFromHost() | DropHostCopy():
                     self._copies.send(effect)
                 case Reply(key, position, tokens):
@@ -223,6 +233,9 @@ class RankProcess(Process):
         if self.rank and self._hidden_tick < self._queue[0].tick:
             return
         self._running = batch = self._queue.popleft()
+        if batch.tick in self._needless:
+            self.world.clock.after(1, self._pass_on, batch)
+            return
         took = self._forward + batch.tokens * self.incarnation.plan.per_token
         self.world.clock.after(took + int(self.world.chance.draw() * took / 4), self._end_forward, batch)
 
@@ -252,28 +265,43 @@ class RankProcess(Process):
     def _end_forward(self, batch: Batch) -> None:
         if not self.alive or self.held(self._end_forward, batch):
             return
-        self._running = None
         for row in batch.rows:
             attempt = self.world.attempt(row.key)
             self.world.check_row(self, row)
             self.kv.check(row.pages, row.start, attempt, f"{row.key.room} at tick {batch.tick}")
             self.kv.write(row.pages, row.start, len(row.tokens), attempt)
+        self._ended(batch, skipped=False)
+
+    def _pass_on(self, batch: Batch) -> None:
+        """A skipped tick takes its turn without content."""
+        if not self.alive or self.held(self._pass_on, batch):
+            return
+        self._needless.remove(batch.tick)
+        side = "prefill" if isinstance(self.port, SendingPort) else "decode"
+        self.world.coverage.cells[side, f"tick on rank {'0' if not self.rank else 'above 0'}", "skipped"] += 1
+        self._ended(batch, skipped=True)
+
+    def _ended(self, batch: Batch, skipped: bool) -> None:
+        self._running = None
         if self.hidden is not None:
-            self.hidden.send(batch.tick)
-        self._events.send(batch)
+            self.hidden.send((batch.tick, skipped))
+        self._events.send((batch, skipped))
         self._start_forward()
 
-    def _executor_event(self, batch: Batch | Observation) -> None:
+    def _executor_event(self, event: tuple[Batch, bool] | Observation) -> None:
         """What the loop hears from the executor: a copy ended, a batch ran, and on the last rank what was sampled."""
         if not self.alive:
             return
-        if isinstance(batch, Observation):
-            self.observe(batch)
+        if isinstance(event, Observation):
+            self.observe(event)
             return
-        self.port.ran(batch)
+        batch, skipped = event
+        if not skipped:
+            self.port.ran(batch)
         if self.core.last:
             sampled = [row for row in batch.rows if row.sample is not None]
-            tokens = tuple(TokenOut(self.world.token(row.key, row.start + len(row.tokens))) for row in sampled)
+            right = (self.world.token(row.key, row.start + len(row.tokens)) for row in sampled)
+            tokens = tuple(TokenOut(_UNREAD if skipped else token) for token in right)
             returned = Return(batch.tick, tokens)
             if self.sequencer is not None:
                 self.on_back(returned)

@@ -101,6 +101,7 @@ def _judge(instance: str, epoch: int, answer: bootstrap_pb2.DescribeResponse) ->
         return Unreachable(instance, f"expected instance {instance}, {there.address} is {there.instance_id}")
     if epoch not in (0, there.epoch):
         return Unreachable(instance, f"{instance} epoch {epoch} is gone, epoch {there.epoch} answers")
-    if not answer.serving:
+    # One that drains finishes what it has, and this peer asks for nothing else.
+    if not answer.serving and not answer.draining:
         return Unreachable(instance, f"{instance} is not serving: {answer.not_serving_reason}")
     return Found(instance, answer)

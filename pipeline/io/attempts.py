@@ -176,7 +176,7 @@ class Attempts:
         """Ends every stream and cancels every attempt; waits up to `patience` seconds until rank 0 ended them."""
         for key, stream in list(self._open.items()):
             if stream is not None:
-                stream.end(Outcome(ERROR, reason, 0, retryable=True))
+                stream.end(Outcome(ERROR, reason, 0, retryable=True, draining=True))
             self._open[key] = None
             self._cancel_once(key, reason)
         try:

@@ -99,11 +99,23 @@ class AskStatus(msgspec.Struct, frozen=True, tag=True):
     token: int
 
 
+class Dump(msgspec.Struct, frozen=True, tag=True):
+    """Write the flight recorder now and go on. Answered by `Dumped`."""
+
+    token: int
+    reason: str
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, tag=True):
+    logger: str  # "": the root
+    level: str
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """Leave now with exit code 0."""
 
 
-ToRank = Configure | Go | Submit | Cancel | AskStatus | Quit
+ToRank = Configure | Go | Submit | Cancel | AskStatus | Dump | SetLogLevel | Quit
 
 # rank → daemon
 
@@ -166,10 +178,16 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True):
     audit: str  # what the page auditor found wrong, or empty
 
 
+class Dumped(msgspec.Struct, frozen=True, tag=True):
+    token: int
+    path: str
+    error: str  # why there is no file, or empty
+
+
 class Failing(msgspec.Struct, frozen=True, tag=True):
     """The rank is about to exit with a nonzero code; `reason` names what and where."""
 
     reason: str
 
 
-ToDaemon = Capacity | Loading | Ready | Tokens | Ended | Alive | StatusReport | Failing
+ToDaemon = Capacity | Loading | Ready | Tokens | Ended | Alive | StatusReport | Dumped | Failing

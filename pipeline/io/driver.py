@@ -34,6 +34,7 @@ from pipeline.effects import (
     Report,
     RoomEffect,
     Run,
+    Skip,
 )
 from pipeline.io import control
 from pipeline.io.control import RankConfig
@@ -155,7 +156,17 @@ class Driver:
         self._flight.write()
         if self._dump_wanted:
             self._dump_wanted = False
-            log.info("flight recorder written to %s", self._flight.dump("SIGUSR1"))
+            self._dump("SIGUSR1")
+
+    def _dump(self, reason: str) -> tuple[str, str]:
+        """(path, error) of a recording; a disk that is full costs the recording, not the rank."""
+        try:
+            path = str(self._flight.dump(reason))
+        except (OSError, recorder.FlightError) as error:
+            log.error("no flight recording: %s", error)
+            return "", str(error)
+        log.info("flight recorder written to %s (%s)", path, reason)
+        return path, ""
 
     def _poll_outboxes(self, poller: zmq.Poller) -> None:
         for outbox in self._links.outboxes():
@@ -276,6 +287,10 @@ class Driver:
                     self._sequencer.cancel(key, reason)
                 case control.AskStatus(token):
                     self._say(self._status(token))
+                case control.Dump(token, reason):
+                    self._say(control.Dumped(token, *self._dump(reason)))
+                case control.SetLogLevel(name, level):
+                    logging.getLogger(name or None).setLevel(level)
                 case control.Quit():
                     self._quit = True
                 case _:
@@ -306,6 +321,8 @@ class Driver:
                     self._links.report_out.send(frame)
                 case Run(batch):
                     self._executor.run(batch)
+                case Skip(tick):
+                    self._executor.skip(tick)
                 case CopyToHost() | CopyFromHost() | DropHostCopy():
                     self._executor.run(effect)
                 case Reply(key, position, tokens):
@@ -344,6 +361,7 @@ class Driver:
                 **replica.counters,
                 **counters,
                 "host_bytes": self._executor.host.used,
+                "ticks_skipped": self._executor.skipped,
                 "recordings_lost": self._flight.lost_segments,
                 "frames_dropped": dropped + counters.get("frames_dropped", 0),
             },
@@ -353,10 +371,7 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         log.error("fail-stop: %s", reason, exc_info=True)
-        try:
-            log.error("flight recorder written to %s", self._flight.dump(reason))
-        except (OSError, recorder.FlightError) as error:
-            log.error("no flight recording: %s", error)
+        self._dump(reason)
         try:
             self._say(control.Failing(reason))
         except FailStop:

@@ -2,6 +2,8 @@
 
 In: batches from the control loop (at most one per slot). Out: events, announced on an eventfd that the
 loop polls. The two threads share no lock: a queue each way. If the thread dies, its last event says why.
+A tick that is skipped, here or by the rank before, still takes its turn: it is passed on without content, so
+that hidden states and returns stay in step, and no KV is said to be written.
 """
 
 from __future__ import annotations
@@ -95,6 +97,9 @@ class Executor:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         if by_layer:
             model.on_layer_written = self._wrote
+        self._needless: frozenset[int] = frozenset()
+        self._done = 0  # last tick that was run or skipped
+        self.skipped = 0  # ticks; read by the loop for status only
         self._running: tuple[Batch, float] | None = None  # read by the loop for status only
         self._thread = threading.Thread(target=self._main, name="executor", daemon=True)
 
@@ -108,6 +113,11 @@ class Executor:
     def run(self, work: Batch | HostEffect) -> None:
         """Queues work; it is done in the order of the log."""
         self._work.put(work)
+
+    def skip(self, tick: int) -> None:
+        """The tick need not be computed any more, unless it has begun."""
+        # Replaced as a whole, and only here: the thread reads it.
+        self._needless = frozenset({tick, *(other for other in self._needless if other > self._done)})
 
     def queued(self) -> int:
         return self._work.qsize()
@@ -142,7 +152,7 @@ class Executor:
                 if isinstance(work, Batch):
                     self._running = work, time.monotonic()
                     self._execute(work)
-                    self._running = None
+                    self._running, self._done = None, work.tick
                 else:
                     self._copy(work)
         except BaseException as error:  # whatever it is, the rank must not go on without its executor
@@ -150,6 +160,9 @@ class Executor:
 
     def _execute(self, batch: Batch) -> None:
         hidden = self._in.receive(batch.tick, batch.tokens, self._timeout) if self._in else None
+        if batch.tick in self._needless or (hidden is not None and not hidden.numel()):
+            self._pass_on(batch)
+            return
         output = self._model.forward(batch.rows, hidden)
         if self._out is not None:
             self._out.send(batch.tick, output.hidden, self._timeout)
@@ -159,6 +172,15 @@ class Executor:
         chosen = self._sampler(output.logits, samples) if samples else ()
         self._tell(Ran(batch))
         self._tell(Sampled(Return(batch.tick, tuple(TokenOut(c.token, c.logprob, c.top) for c in chosen))))
+
+    def _pass_on(self, batch: Batch) -> None:
+        """The tick goes on as hidden states of no width, and comes back with tokens that nobody reads."""
+        self.skipped += 1
+        if self._out is not None:
+            self._out.send(batch.tick, torch.empty((batch.tokens, 0)), self._timeout)
+            return
+        unread = tuple(TokenOut(0) for row in batch.rows if row.sample is not None)
+        self._tell(Sampled(Return(batch.tick, unread)))
 
     def _wrote(self, layer: int) -> None:
         assert self._running is not None

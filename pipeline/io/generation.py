@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _WRITE_PATIENCE_S = 30.0  # for one message to enter the connection
 _OVERTIME_S = 30.0  # beyond its deadline, for rank 0 to end an attempt
 _LONGEST_REASON = 200
+DRAINING = "paceline-draining"  # in the trailing metadata of a refusal: nothing failed
 
 _KINDS = {
     kinds.HANDED_OVER: generation_pb2.Outcome.KIND_HANDED_OVER,
@@ -48,7 +49,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         if not self._supervisor.serving:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, self._supervisor.not_serving_reason())
+            mark = ((DRAINING, "1"),) if self._supervisor.draining.active else ()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self._supervisor.not_serving_reason(), mark)
         if request.epoch not in (0, self._supervisor.epoch):
             meant = f"the request is for epoch {request.epoch}, but this is epoch {self._supervisor.epoch}"
             await context.abort(grpc.StatusCode.UNAVAILABLE, meant)
@@ -123,6 +125,7 @@ def _on_wire(event: TokenRun | Outcome) -> generation_pb2.GenerateResponse:
             output_tokens=event.output_tokens,
             retryable=event.retryable,
             hand_over=event.hand_over,
+            draining=event.draining,
         )
     )
 

@@ -80,5 +80,7 @@ class HiddenReceiver:
         dtype: torch.dtype = getattr(torch, header.dtype)
         if len(parts[1].buffer) != header.rows * header.width * dtype.itemsize:
             raise HiddenLost(f"tick {tick}: {len(parts[1].buffer)} bytes are not {header.rows}×{header.width} {dtype}")
+        if not header.width:  # the rank before skipped the tick
+            return torch.empty((header.rows, 0), dtype=dtype)
         # A copy: the frame's buffer is read-only and its alignment is ZMQ's business.
         return torch.from_numpy(np.array(parts[1].buffer, dtype=np.uint8)).view(dtype).view(header.rows, header.width)

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.5  # how long a failing instance may still say and write down why
 STATUS_PATIENCE_S = 2.0
+DUMP_PATIENCE_S = 10.0  # for a file of some megabytes on a busy disk
 SILENT_S = 2.5  # ranks speak every second
 _REAP_PATIENCE_S = 60.0
 
@@ -68,10 +69,21 @@ class RankView:
 
 
 @dataclass(slots=True)
-class _StatusRound:
+class _Round:
+    """A question to every rank, and who has not answered it."""
+
     token: int
     missing: set[int] = field(default_factory=set)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
+    dumps: dict[int, control.Dumped] = field(default_factory=dict)
+
+    def answered(self, rank: int, token: int) -> bool:
+        """False: that was the answer to another question."""
+        if token == self.token:
+            self.missing.discard(rank)
+            if not self.missing:
+                self.complete.set()
+        return token == self.token
 
 
 class Incarnation:
@@ -91,7 +103,8 @@ class Incarnation:
         self._ring_timeout, self._load_timeout = first.ring_timeout, load_timeout
         self._on_tokens, self._on_ended, self._on_progress = on_tokens, on_ended, on_progress
         self._configured, self._leaving = False, False
-        self._round, self._round_task = _StatusRound(0), None  # type: tuple[_StatusRound, asyncio.Task[None] | None]
+        self._round, self._round_task = _Round(0), None  # type: tuple[_Round, asyncio.Task[None] | None]
+        self._dump_round, self._one_dump = _Round(0), asyncio.Lock()
         # An attempt sends at most Submit and Cancel, so a rank that reads at all never fills this.
         outbox = 2 * first.max_queue + 64
         self._socket = ControlSocket(context, first.control, len(configs), outbox, self._on_message)
@@ -127,13 +140,29 @@ class Incarnation:
     async def ask_status(self) -> set[int]:
         """Fresh reports of all ranks, within `STATUS_PATIENCE_S`; returns the ranks that did not answer."""
         if self._round_task is None or self._round_task.done():  # concurrent callers share one question
-            self._round = _StatusRound(self._round.token + 1, set(range(len(self.ranks))))
+            self._round = _Round(self._round.token + 1, set(range(len(self.ranks))))
             self._round_task = asyncio.create_task(self._ask(self._round))
         current = self._round
         await asyncio.shield(self._round_task)
         return current.missing
 
-    async def _ask(self, current: _StatusRound) -> None:
+    async def dump_flight(self, reason: str) -> dict[int, control.Dumped]:
+        """Every rank writes its flight recorder and goes on; what those say that answer in `DUMP_PATIENCE_S`."""
+        async with self._one_dump:  # a dump holds up its rank for a moment: never two at once
+            current = self._dump_round = _Round(self._dump_round.token + 1, set(range(len(self.ranks))))
+            self.tell_all(control.Dump(current.token, reason))
+            try:
+                async with asyncio.timeout(DUMP_PATIENCE_S):
+                    await current.complete.wait()
+            except TimeoutError:
+                pass
+            return current.dumps
+
+    def tell_all(self, message: ToRank) -> list[int]:
+        """Returns the ranks that cannot take it. Not before `ready`: a starting rank would trip over it."""
+        return [view.config.rank for view in self.ranks if not self.send(view.config.rank, message)]
+
+    async def _ask(self, current: _Round) -> None:
         reached = 0
         if self.ready.is_set():  # before, a rank takes `Configure` and `Go` in turn and would trip over a question
             reached = sum(self.send(view.config.rank, control.AskStatus(current.token)) for view in self.ranks)
@@ -232,6 +261,9 @@ class Incarnation:
                 self._on_ended(message)
             case control.StatusReport():
                 self._take_report(view, message)
+            case control.Dumped():
+                if self._dump_round.answered(rank, message.token):
+                    self._dump_round.dumps[rank] = message
             case control.Loading() if view.ready is None:
                 view.fraction, view.text = min(max(message.fraction, 0.0), 1.0), message.text[:200]
             case control.Capacity() if not view.pages:
@@ -249,10 +281,7 @@ class Incarnation:
 
     def _take_report(self, view: RankView, report: StatusReport) -> None:
         view.report = report
-        if report.token == self._round.token:
-            self._round.missing.discard(view.config.rank)
-            if not self._round.missing:
-                self._round.complete.set()
+        self._round.answered(view.config.rank, report.token)
 
     def _take_capacity(self, view: RankView, message: control.Capacity) -> None:
         if message.pages < 1:

@@ -7,8 +7,6 @@ SERVING exactly while requests are taken; a second daemon on the same port is an
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -26,6 +24,7 @@ from paceline_proto.v1 import (
     generation_pb2_grpc,
 )
 from pipeline.io.address import BadAddress
+from pipeline.io.admin import ROLES, UINT32, AdminService, clamp
 from pipeline.io.generation import GenerationService
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
@@ -35,8 +34,6 @@ from security.secrets import Secrets
 
 PROTOCOL_VERSION = 1  # of the link and transfer protocol
 _LARGEST_MESSAGE = 16 << 20
-_UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
-_ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     bootstrap_pb2.DESCRIPTOR.services_by_name["Bootstrap"].full_name,
@@ -44,8 +41,8 @@ _SERVICES = (
 )
 
 
-class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.AdminServicer):
-    """What an instance is, and how its ranks are."""
+class InstanceService(bootstrap_pb2_grpc.BootstrapServicer):
+    """What an instance is."""
 
     def __init__(self, supervisor: Supervisor, max_model_len: int) -> None:
         self.address = ""  # known once the server is bound
@@ -56,8 +53,8 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
         supervisor, config, facts = self._supervisor, self._supervisor.config, self._supervisor.facts
         current = supervisor.incarnation
         return bootstrap_pb2.DescribeResponse(
-            instance=self._instance(),
-            role=_ROLES[config.role],
+            instance=self.reference(),
+            role=ROLES[config.role],
             serving=supervisor.serving,
             not_serving_reason=supervisor.not_serving_reason(),
             protocol_version=PROTOCOL_VERSION,
@@ -69,32 +66,14 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             page_size=config.page_size,
             kv_dtype=config.dtype,
             max_model_len=self._max_model_len,
-            pages=_clamp(supervisor.pages, _UINT32),
+            pages=clamp(supervisor.pages, UINT32),
             ranks=[self._rank_description(view) for view in current.ranks] if current else [],
             vocab_size=facts.vocab_size,
             transfer_backend=current.backend if current else "",
+            draining=supervisor.phase is Phase.DRAINING,
         )
 
-    async def Status(self, request: admin_pb2.StatusRequest, context: Any) -> admin_pb2.StatusResponse:  # type: ignore[override]
-        supervisor = self._supervisor
-        current = supervisor.incarnation
-        ranks = []
-        if current is not None:
-            silent = await current.ask_status()
-            ranks = [_rank_status(view, view.config.rank not in silent) for view in current.ranks]
-            ranks[0].counters["daemon_frames_dropped"] = current.frames_dropped
-            ranks[0].counters["daemon_events_unclaimed"] = supervisor.attempts.unknown
-        return admin_pb2.StatusResponse(
-            instance=self._instance(),
-            role=_ROLES[supervisor.config.role],
-            phase=supervisor.phase,
-            ranks=ranks,
-            restarts=supervisor.restarts,
-            last_failure=supervisor.last_failure,
-            pid=os.getpid(),
-        )
-
-    def _instance(self) -> common_pb2.InstanceRef:
+    def reference(self) -> common_pb2.InstanceRef:
         return common_pb2.InstanceRef(
             instance_id=self._supervisor.config.instance, address=self.address, epoch=self._supervisor.epoch
         )
@@ -107,42 +86,6 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             link_address=view.ready.link_address if view.ready else "",
             loaded=100 * view.fraction,
         )
-
-
-def _rank_status(view: RankView, answered: bool) -> admin_pb2.RankStatus:
-    """`view`'s last report; a rank that never reported still has a process and an epoch."""
-    status = admin_pb2.RankStatus(
-        rank=view.config.rank,
-        pid=view.child.pid,
-        answered=answered,
-        layer_begin=view.config.layer_begin,
-        layer_end=view.config.layer_end,
-        epoch=view.config.epoch,
-        applied_seq=_clamp(view.applied_seq, _UINT64),
-    )
-    if (report := view.report) is not None:
-        status.applied_seq = _clamp(report.applied_seq, _UINT64)  # the one its digest belongs to
-        status.digest = report.digest
-        status.queues.update(_clamped(report.queues, _UINT32))
-        status.requests.update(_clamped(report.requests, _UINT32))
-        status.pages.update(_clamped(report.pages, _UINT32))
-        status.rooms = _clamp(report.rooms, _UINT32)
-        status.store_entries = _clamp(report.store_entries, _UINT32)
-        status.transfer_handles = _clamp(report.transfer_handles, _UINT32)
-        status.last_progress_s = report.last_progress_s
-        status.counters.update(_clamped(report.counters, _UINT64))
-        status.executing = report.executing
-        status.audit = report.audit
-    return status
-
-
-def _clamp(value: int, most: int) -> int:
-    """A rank's number must not be able to break the answer about all ranks."""
-    return min(max(value, 0), most)
-
-
-def _clamped(values: Mapping[str, int], most: int) -> dict[str, int]:
-    return {name: _clamp(value, most) for name, value in values.items()}
 
 
 class Server:
@@ -168,7 +111,7 @@ class Server:
         self.instance = InstanceService(supervisor, max_model_len)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(supervisor, max_model_len), self._server)
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(self.instance, self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, self.instance.reference), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

@@ -1,9 +1,10 @@
 """Keeps an instance alive: starts its ranks, and starts them all again when one fails.
 
-In: configuration and a request to stop. Out: the instance's phase, its epoch, and the exit code.
+In: configuration and what operators ask: drain, resume, stop. Out: the instance's phase, its epoch, and the exit code.
 Invariants: the ranks of an epoch are all reaped before any attempt is told that it failed and before
 the next epoch starts; epochs only grow and are on disk first; every failure has a reason that reaches
-the log, the open attempts and `Status`. A rank that cannot take its model ends the daemon.
+the log, the open attempts and `Status`. A rank that cannot take its model ends the daemon. A drain outlives
+the ranks: those of the next epoch take nothing either until it is resumed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import zmq
 from consensus.entry import Key, RequestSpec
 from pipeline.io import control
 from pipeline.io.attempts import Attempts
+from pipeline.io.drain import Drain
 from pipeline.io.incarnation import Failure, Incarnation, Unkillable
 from pipeline.io.instance_config import DaemonConfig, ModelFacts, rank_configs
 from pipeline.io.run_folder import RunFolder, RunFolderError
@@ -30,15 +32,19 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _HEALTHY_AFTER_S = 60.0
-_ABORT_GRACE_S = 1.0
 _QUIT_GRACE_S = 3.0
 
 
 class Phase(StrEnum):
     LOADING = "loading"
     SERVING = "serving"
+    DRAINING = "draining"  # ranks finish what they have and take nothing new
     RESTARTING = "restarting"
     STOPPING = "stopping"
+
+
+class Stopping(Exception):
+    """The instance ends, and nothing can change that; the message says why."""
 
 
 class Supervisor:
@@ -51,6 +57,8 @@ class Supervisor:
         self.stalled = ""  # what keeps a serving instance from getting on, for people
         self.incarnation: Incarnation | None = None
         self.attempts = Attempts(config.max_queue, config.stream_buffer, self._cancel)
+        self.draining = Drain(config.instance, self.attempts)
+        self.log_levels: dict[str, str] = {}  # logger → what ranks of every epoch are told
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.on_ready: Callable[[], None] = lambda: None
         self._host, self._folder = host, folder
@@ -75,6 +83,8 @@ class Supervisor:
                 return ""
             case Phase.STOPPING:
                 return f"{self.config.instance} is stopping: {self._stop_reason}"
+            case Phase.DRAINING:
+                return f"{self.config.instance} is draining: {self.draining.reason}"
             case Phase.LOADING:
                 reason = f"{self.config.instance} is loading"
             case Phase.RESTARTING:
@@ -86,12 +96,38 @@ class Supervisor:
         if self.incarnation is not None:
             self.incarnation.must_send(0, control.Submit(spec))
 
+    def drain(self, reason: str, patience: float) -> None:
+        """Takes nothing new until `resume`; what is open gets `patience` seconds. Raises `Stopping`."""
+        self._refuse_if_stopping()
+        self.draining.begin(reason, patience)
+        if self.phase is Phase.SERVING:
+            self._enter(Phase.DRAINING)
+
+    def resume(self) -> None:
+        """Undoes a drain. Raises `Stopping`."""
+        self._refuse_if_stopping()
+        if self.draining.active:
+            log.info("resumed: no drain any more")
+        self.draining.end()
+        if self.phase is Phase.DRAINING:
+            self._enter(Phase.SERVING)
+
     def stop(self, reason: str) -> None:
-        """The first call ends the instance in order, the second at once."""
+        """The first call drains the instance and ends it, the second ends it at once."""
         if self._stop.is_set():
             self._hurry.set()
-        self._stop_reason = self._stop_reason or reason
+            return
+        self._stop_reason = reason
+        # A drain under way may have less time left than a stop gives, and keeps it.
+        left = self.draining.remaining if self.draining.active else self.config.drain_timeout
+        self.draining.begin(reason, min(left, self.config.drain_timeout))
+        if self.phase is Phase.SERVING:
+            self._enter(Phase.DRAINING)
         self._stop.set()
+
+    def _refuse_if_stopping(self) -> None:
+        if self._stop.is_set():
+            raise Stopping(f"{self.config.instance} is stopping: {self._stop_reason}")
 
     async def run(self) -> int:
         """Serves until stopped (0) or given up (1)."""
@@ -119,6 +155,7 @@ class Supervisor:
             return 1
         finally:
             self._enter(Phase.STOPPING)
+            self.draining.end()
             self.attempts.fail_all(f"{self.config.instance} is gone: {self._stop_reason or self.last_failure}")
             context.destroy(linger=0)
 
@@ -156,13 +193,13 @@ class Supervisor:
     async def _serve_when_ready(self, current: Incarnation) -> None:
         await current.ready.wait()
         if not current.failure.done() and not self._stop.is_set():
-            self._enter(Phase.SERVING)
+            for logger, level in self.log_levels.items():
+                current.tell_all(control.SetLogLevel(logger, level))
+            self._enter(Phase.DRAINING if self.draining.active else Phase.SERVING)
             self.on_ready()
 
     async def _leave(self, current: Incarnation) -> None:
-        """Nothing new comes in; open attempts may end, are then cancelled, and the ranks asked to quit."""
-        self._enter(Phase.STOPPING)
-        log.info("stopping: %s; %d open attempts", self._stop_reason, len(self.attempts))
+        """Nothing new comes in; the instance empties itself, and the ranks are asked to quit."""
         orderly = asyncio.create_task(self._leave_in_order(current))
         hurry = asyncio.create_task(self._hurry.wait())
         await _first_of(orderly, hurry, current.failure)
@@ -170,10 +207,9 @@ class Supervisor:
         hurry.cancel()
 
     async def _leave_in_order(self, current: Incarnation) -> None:
-        # What is open may end, and KV that a peer has not taken yet is still served; the rest is let go by the log.
-        if not await self.attempts.drained(self.config.drain_timeout):
-            log.warning("%d attempts did not end within %g s", len(self.attempts), self.config.drain_timeout)
-        await self.attempts.let_go(f"{self.config.instance} is stopping: {self._stop_reason}", _ABORT_GRACE_S)
+        await self.draining.done()
+        self._enter(Phase.STOPPING)
+        log.info("stopping: %s", self._stop_reason)
         await current.leave(_QUIT_GRACE_S)
 
     def _is_hopeless(self, failure: Failure) -> bool:

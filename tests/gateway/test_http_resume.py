@@ -137,6 +137,32 @@ def test_prefill_dies_before_it_told_a_token(model_folder: Path, hand_over: bool
     run(test)
 
 
+def test_G6_a_request_is_moved_off_draining_instances_without_a_resume_to_spare(model_folder: Path) -> None:
+    """Decode lets go after two tokens; then prefill, then decode again, take nothing new."""
+
+    async def refuses_draining(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "p0 is draining: new kernel", (("paceline-draining", "1"),))
+        yield generation_pb2.GenerateResponse()
+
+    let_go = died("d0 is draining: new kernel")
+    let_go.outcome.draining = True
+
+    async def test() -> None:
+        decode = in_turn(decodes(2, let_go), hang, refuses_draining, decodes())
+        async with cluster(model_folder, in_turn(prefills, refuses_draining, hang, prefills), decode, resumes=0) as c:
+            assert await told(c) == OUTPUT
+            assert [(request.attempt, request.resumed) for request in c.decode.asked] == [
+                (0, 0),
+                (1, 2),
+                (2, 2),
+                (3, 2),
+            ]
+            seen = await metrics(c)
+            assert seen['resumes_total{reason="draining"}'] == 3 and seen["resumed_requests_total"] == 1
+
+    run(test)
+
+
 def test_a_late_token_of_a_failed_attempt_is_dropped(model_folder: Path) -> None:
     """Prefill dies; the decode side of that attempt goes on telling, beside the next attempt."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.generation_job import Job, Sampling
 from gateway.instances import Fleet, Instance, Pair, Side
 from gateway.merge import Deliver, Ending, Event, Finish, Merge, SideEnd, Token
-from gateway.resume import Recovery, cause, ended_by_last
+from gateway.resume import MOST_MOVES, Recovery, cause, ended_by_last
 from gateway.router import Router
 from tests.gateway.test_router import D, P
 
@@ -33,6 +33,16 @@ def test_the_budget_counts_resumes_and_the_pause_grows() -> None:
     assert all(later > earlier for earlier, later in pairwise(pauses))
     assert not recovery.failed(Pair(P[0], D[0]), FAILED)
     assert recovery.resumes == 3
+
+
+def test_a_move_off_a_draining_instance_is_no_failure_but_bounded() -> None:
+    recovery, drained = Recovery(1), replace(FAILED, draining=True)
+    for _ in range(MOST_MOVES):
+        assert recovery.failed(Pair(P[0], D[0]), drained)
+    assert not recovery.suspects and cause(drained) == "draining"
+    assert recovery.attempts == MOST_MOVES, "each attempt has a number of its own"
+    assert not recovery.failed(Pair(P[0], D[0]), drained)
+    assert recovery.failed(Pair(P[0], D[0]), FAILED) and recovery.resumes == 1, "the budget is untouched"
 
 
 @pytest.mark.parametrize(

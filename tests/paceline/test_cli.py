@@ -43,7 +43,10 @@ def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "status", "doctor", "replay", "gateway", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "command",
+    ["up", "status", "drain", "resume", "dump", "log-level", "doctor", "replay", "gateway", "prefill", "decode"],
+)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(f"{command} --help")

@@ -64,8 +64,9 @@ def instance(mute: bool = False) -> Iterator[str]:
 
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
-        admin_pb2_grpc.add_AdminServicer_to_server(Scripted(mute), server)
-        bootstrap_pb2_grpc.add_BootstrapServicer_to_server(Scripted(mute), server)
+        scripted = Scripted(mute)  # type: ignore[abstract]  # what `status` never asks
+        admin_pb2_grpc.add_AdminServicer_to_server(scripted, server)
+        bootstrap_pb2_grpc.add_BootstrapServicer_to_server(scripted, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port
@@ -99,7 +100,7 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
     assert told == {
         "instance": "prefill-0", "role": "prefill", "address": address, "error": "", "epoch": 3, "phase": "serving",
         "pid": 99, "restarts": 2, "last_failure": "rank 1 was killed", "serving": False,
-        "not_serving_reason": "rank 1 loads", "model_name": "tiny", "page_size": 16, "pool_pages": 64, "kv_dtype": "",
+        "not_serving_reason": "rank 1 loads", "model_name": "tiny", "page_size": 16, "pool_pages": 64, "kv_dtype": "", "open_attempts": 0, "drain": None,
         "transfer_backend": "mooncake",
     }  # fmt: skip
     assert [rank["rank"] for rank in ranks] == [0, 1]

@@ -102,7 +102,11 @@ class Daemon:
         return stub.Describe(bootstrap_pb2.DescribeRequest(), wait_for_ready=True, timeout=DEADLINE_S)
 
     def status(self) -> admin_pb2.StatusResponse:
-        return admin_pb2_grpc.AdminStub(self.channel).Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
+        return self.admin.Status(admin_pb2.StatusRequest(), timeout=DEADLINE_S)
+
+    @property
+    def admin(self) -> admin_pb2_grpc.AdminStub:
+        return admin_pb2_grpc.AdminStub(self.channel)
 
     def health(self, service: str = "") -> int:
         asked = health_pb2.HealthCheckRequest(service=service)

@@ -41,6 +41,7 @@ from pipeline.effects import (
     Report,
     Run,
     SendDestinations,
+    Skip,
     StartSender,
     StopRoom,
 )  # fmt: skip
@@ -75,7 +76,9 @@ class Instance:
         self.tokens: dict[Key, list[int]] = {}
         self.ends: dict[Key, list] = {}
         self.digests: dict[int, set[bytes]] = {}
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # computed, by rank 0
+        self.needless: list[set[int]] = [set() for _ in range(ranks)]  # ticks that the rank need not run
+        self.skipped = 0
 
 
 class Pair:
@@ -86,6 +89,7 @@ class Pair:
     ):
         self.random = random.Random(seed)
         self.clock = 0
+        self.held = False  # executors of the prefill side begin nothing
         self.checks = True  # off: only the product's own checks are left
         self.prefill = Instance("P", PrefillReplica, prefill_ranks, **(prefill or {}))
         self.decode = Instance("D", DecodeReplica, decode_ranks, **(decode or {}))
@@ -160,6 +164,8 @@ class Pair:
         return True
 
     def _runnable(self, inst: Instance, k: int) -> bool:
+        if self.held and inst is self.prefill:
+            return False
         return bool(inst.queues[k]) and (k == 0 or inst.ran[k - 1] >= inst.queues[k][0].tick)
 
     def _note(self, inst: Instance, k: int) -> None:
@@ -173,6 +179,9 @@ class Pair:
     def _execute(self, inst: Instance, k: int) -> None:
         batch = inst.queues[k].popleft()
         inst.ran[k] = batch.tick
+        if batch.tick in inst.needless[k]:
+            self._pass_on(inst, k, batch)
+            return
         if inst is self.prefill:
             for row in batch.rows:
                 if row.sample is not None:
@@ -182,6 +191,15 @@ class Pair:
             tokens = tuple(token_of(row.key.request, row.start + len(row.tokens)) for row in sampled)
             inst.back.append(Return(batch.tick, tokens))
         inst.rows += batch.rows if k == 0 else ()
+
+    def _pass_on(self, inst: Instance, k: int, batch: Batch) -> None:
+        """As the executor: a skipped tick takes its turn without content, on all ranks behind as well."""
+        inst.skipped += 1
+        if k < inst.ranks - 1:
+            inst.needless[k + 1].add(batch.tick)
+        else:
+            unread = tuple(TokenOut(-1) for row in batch.rows if row.sample is not None)
+            inst.back.append(Return(batch.tick, unread))
 
     def _perform(self, inst: Instance, k: int, effects: list) -> None:
         for effect in effects:
@@ -194,6 +212,9 @@ class Pair:
                     inst.reports[k].append(item)
                 case Run(batch):
                     inst.queues[k].append(batch)
+                case Skip(tick):
+                    if inst.ran[k] < tick:
+                        inst.needless[k].add(tick)
                 case Reply(key, position, tokens):
                     told = inst.tokens.setdefault(key, [])
                     assert position == self.resumed[key] + len(told)

@@ -91,6 +91,10 @@ class Rank:
             case control.AskStatus():
                 if not self.script.get("mute_status"):
                     self.report(message.token)
+            case control.Dump():
+                if not self.script.get("mute_dump"):
+                    path = self.script.get("dump", f"/dumps/r{self.config.rank}.dump")
+                    self.say(control.Dumped(message.token, path, "" if path else "the disk is full"))
             case control.Quit():
                 if not self.script.get("ignore_quit"):
                     sys.exit(0)

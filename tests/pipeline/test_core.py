@@ -8,7 +8,10 @@ from consensus.entry import Key
 from consensus.log import Diverged
 from consensus.progress import Progress
 from pipeline.lease import REQUEST
+from pipeline.planner import Row
 from tests.pipeline.ring import Pair, token_of
+
+ROOM = {"pages": 32, "max_model_len": 128}
 
 
 def reference(key: Key, prompt: int, out: int) -> list[int]:
@@ -78,6 +81,61 @@ def test_aborts_at_any_moment_leave_nothing(seed: int) -> None:
         assert told == reference(key, 1 + (5 * i) % 25, 2 + i % 7)[: len(told)]
         assert key in keys[::2] or pair.decode.ends[key][0].kind == "length"
     pair.assert_clean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_G1_after_its_abort_no_chunk_of_a_prompt_is_launched_and_no_rank_begins_one(ranks: int) -> None:
+    """Given a long prompt with a chunk in every slot, none of which has been begun, when it is cancelled, then none
+    of its tokens is computed on any rank, and the next prompt is first in line."""
+    pair = Pair(1, ranks, 1, prefill=ROOM, decode=ROOM)
+    long = pair.submit("long", prompt=96, out=1)
+    inst, slots = pair.prefill, pair.prefill.cores[0].replica.slots
+    pair.held = True  # executors do nothing
+    pair.run(until=lambda: slots.in_flight == ranks + 1)
+    launched = inst.cores[0].replica.counters["prompt_tokens_computed"]
+    pair.cancel(long)
+    short = pair.submit("short", prompt=4, out=1)
+    pair.run()
+    assert slots.in_flight == ranks + 1, "every chunk waits"
+    pair.held = False
+    pair.run()
+    assert inst.cores[0].replica.counters["prompt_tokens_computed"] == launched + 4, "no chunk of it was launched"
+    assert inst.rows and all(row.key == short for row in inst.rows), "no chunk of it was computed"
+    assert inst.skipped == ranks * (ranks + 1)
+    assert [outcome.kind for outcome in inst.ends[long]] == ["abort"]
+    assert [outcome.kind for outcome in inst.ends[short]] == ["length"]
+    pair.assert_clean()
+
+
+def test_G1_at_most_the_begun_chunk_of_a_cancelled_prompt_is_computed() -> None:
+    """At whatever moment a prompt is cancelled: what rank 0 has not begun when it knows is never computed, unless
+    another prompt shares the tick, and what shares it is answered as ever."""
+    runs = [_cancel_at_random(seed) for seed in range(30)]
+    assert sum(cancelled for cancelled, _ in runs) > 3 < sum(skipped for _, skipped in runs), "badly chosen moments"
+
+
+def _cancel_at_random(seed: int) -> tuple[bool, int]:
+    """Whether it was in the middle of the prompt, and how many ticks were skipped."""
+    pair = Pair(seed, 1 + seed % 4, 1, prefill=ROOM, decode=ROOM)
+    inst, replica, moment = pair.prefill, pair.prefill.cores[0].replica, 20 + pair.random.randrange(6000)
+    long = pair.submit("long", prompt=90, out=1)
+    others = {pair.submit(f"r{i}", prompt=3 + i, out=1): 3 + i for i in range(6)}
+    pair.run(until=lambda: pair.clock > moment)
+    pair.cancel(long)
+    pair.run(until=lambda: long in inst.ends or replica.requests[long].ending is not None)
+    begun = _alone(inst.rows, long)
+    pair.run()
+    assert _alone(inst.rows, long) == begun
+    for key, prompt in others.items():
+        assert [outcome.kind for outcome in inst.ends[key]] == ["length"]
+        assert inst.tokens[key] == reference(key, prompt, 1)
+    pair.assert_clean()
+    return bool(begun) and inst.ends[long][0].kind == "abort", inst.skipped
+
+
+def _alone(rows: list[Row], key: Key) -> int:
+    """Full chunks of the attempt: those that shared their tick with nobody."""
+    return sum(row.key == key and len(row.tokens) == 8 for row in rows)
 
 
 def test_abort_of_unknown_finished_and_similar_ids_is_a_no_op() -> None:

@@ -222,7 +222,7 @@ def test_sigterm_ends_streams_with_a_reason_and_leaves_no_process(start: Callabl
     daemon.process.send_signal(signal.SIGTERM)
     last = list(call)[-1].outcome
     assert (last.kind, last.retryable) == (Kind.KIND_ERROR, True)
-    assert "stopping: received SIGTERM" in last.reason
+    assert last.draining and "draining: received SIGTERM" in last.reason
     assert daemon.wait() == 0
     assert not any(map(is_running, pids))
     assert "Cancel(" in daemon.heard(0) and "Quit()" in daemon.heard(0)
@@ -247,7 +247,7 @@ def test_sigterm_lets_open_requests_end_and_takes_no_new_ones(start: Callable[..
     eventually("not serving", lambda: not daemon.describe().serving)
     with pytest.raises(grpc.RpcError) as refused:
         list(daemon.generate(request([ECHO], name="late")))
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE and "stopping" in refused.value.details()
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE and "draining" in refused.value.details()
     assert daemon.process.poll() is None, "it waits for the open one"
     daemon.abort("r")
     assert list(call)[-1].outcome.kind == Kind.KIND_ABORT

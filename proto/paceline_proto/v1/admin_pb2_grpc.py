@@ -40,6 +40,26 @@ class AdminStub:
                 request_serializer=paceline_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_admin__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/paceline.v1.Admin/Drain',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/paceline.v1.Admin/Resume',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.DumpFlight = channel.unary_unary(
+                '/paceline.v1.Admin/DumpFlight',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.DumpFlightRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.DumpFlightResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/paceline.v1.Admin/SetLogLevel',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -47,8 +67,47 @@ class AdminServicer:
     """
 
     def Status(self, request, context):
-        """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
-        with `answered` false and its last known values.
+        """The ranks' own state, asked of each rank now: queues, pages, counters, and an audit of its pages (`RankStatus.audit`).
+        A rank that does not answer in time is listed with `answered` false and its last known values.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """The instance takes no new attempts and empties itself; it stays so, also over restarts of its ranks, until Resume.
+        What is open may end by itself, KV that the peer has not taken yet included; what has not ended at the deadline is let
+        go with a retryable outcome, so that the gateway goes on elsewhere. Called again, it sets another reason and deadline.
+
+        INVALID_ARGUMENT: the deadline is out of range, or the reason too long; details say the limit.
+        FAILED_PRECONDITION: the instance is stopping.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Undoes a drain; no error if there is none.
+
+        FAILED_PRECONDITION: the instance is stopping.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpFlight(self, request, context):
+        """Each rank writes its flight recorder to a file now, and goes on.
+
+        FAILED_PRECONDITION: the ranks are not all ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Sets how much the daemon and its ranks log, until the daemon ends; ranks of later epochs are told too.
+
+        INVALID_ARGUMENT: no such level or logger; details name all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +120,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=paceline_dot_v1_dot_admin__pb2.StatusRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'DumpFlight': grpc.unary_unary_rpc_method_handler(
+                    servicer.DumpFlight,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.DumpFlightRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.DumpFlightResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +170,114 @@ class Admin:
             '/paceline.v1.Admin/Status',
             paceline_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
             paceline_dot_v1_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Admin/Drain',
+            paceline_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Admin/Resume',
+            paceline_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpFlight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Admin/DumpFlight',
+            paceline_dot_v1_dot_admin__pb2.DumpFlightRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.DumpFlightResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Admin/SetLogLevel',
+            paceline_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,

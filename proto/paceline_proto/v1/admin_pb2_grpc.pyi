@@ -34,8 +34,31 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]
-    """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
-    with `answered` false and its last known values.
+    """The ranks' own state, asked of each rank now: queues, pages, counters, and an audit of its pages (`RankStatus.audit`).
+    A rank that does not answer in time is listed with `answered` false and its last known values.
+    """
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """The instance takes no new attempts and empties itself; it stays so, also over restarts of its ranks, until Resume.
+    What is open may end by itself, KV that the peer has not taken yet included; what has not ended at the deadline is let
+    go with a retryable outcome, so that the gateway goes on elsewhere. Called again, it sets another reason and deadline.
+
+    INVALID_ARGUMENT: the deadline is out of range, or the reason too long; details say the limit.
+    FAILED_PRECONDITION: the instance is stopping.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
+    """Undoes a drain; no error if there is none.
+
+    FAILED_PRECONDITION: the instance is stopping.
+    """
+    DumpFlight: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpFlightRequest, _admin_pb2.DumpFlightResponse]
+    """Each rank writes its flight recorder to a file now, and goes on.
+
+    FAILED_PRECONDITION: the ranks are not all ready.
+    """
+    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
+    """Sets how much the daemon and its ranks log, until the daemon ends; ranks of later epochs are told too.
+
+    INVALID_ARGUMENT: no such level or logger; details name all of them.
     """
 
 @_typing.type_check_only
@@ -44,8 +67,31 @@ class AdminAsyncStub(AdminStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]  # type: ignore[assignment]
-    """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
-    with `answered` false and its last known values.
+    """The ranks' own state, asked of each rank now: queues, pages, counters, and an audit of its pages (`RankStatus.audit`).
+    A rank that does not answer in time is listed with `answered` false and its last known values.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """The instance takes no new attempts and empties itself; it stays so, also over restarts of its ranks, until Resume.
+    What is open may end by itself, KV that the peer has not taken yet included; what has not ended at the deadline is let
+    go with a retryable outcome, so that the gateway goes on elsewhere. Called again, it sets another reason and deadline.
+
+    INVALID_ARGUMENT: the deadline is out of range, or the reason too long; details say the limit.
+    FAILED_PRECONDITION: the instance is stopping.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Undoes a drain; no error if there is none.
+
+    FAILED_PRECONDITION: the instance is stopping.
+    """
+    DumpFlight: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpFlightRequest, _admin_pb2.DumpFlightResponse]  # type: ignore[assignment]
+    """Each rank writes its flight recorder to a file now, and goes on.
+
+    FAILED_PRECONDITION: the ranks are not all ready.
+    """
+    SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
+    """Sets how much the daemon and its ranks log, until the daemon ends; ranks of later epochs are told too.
+
+    INVALID_ARGUMENT: no such level or logger; details name all of them.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +103,55 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.StatusResponse, _abc.Awaitable[_admin_pb2.StatusResponse]]:
-        """The ranks' own state, asked of each rank now, with an audit of its pages. A rank that does not answer in time is listed
-        with `answered` false and its last known values.
+        """The ranks' own state, asked of each rank now: queues, pages, counters, and an audit of its pages (`RankStatus.audit`).
+        A rank that does not answer in time is listed with `answered` false and its last known values.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """The instance takes no new attempts and empties itself; it stays so, also over restarts of its ranks, until Resume.
+        What is open may end by itself, KV that the peer has not taken yet included; what has not ended at the deadline is let
+        go with a retryable outcome, so that the gateway goes on elsewhere. Called again, it sets another reason and deadline.
+
+        INVALID_ARGUMENT: the deadline is out of range, or the reason too long; details say the limit.
+        FAILED_PRECONDITION: the instance is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _admin_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]:
+        """Undoes a drain; no error if there is none.
+
+        FAILED_PRECONDITION: the instance is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def DumpFlight(
+        self,
+        request: _admin_pb2.DumpFlightRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DumpFlightResponse, _abc.Awaitable[_admin_pb2.DumpFlightResponse]]:
+        """Each rank writes its flight recorder to a file now, and goes on.
+
+        FAILED_PRECONDITION: the ranks are not all ready.
+        """
+
+    @_abc_1.abstractmethod
+    def SetLogLevel(
+        self,
+        request: _admin_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
+        """Sets how much the daemon and its ranks log, until the daemon ends; ranks of later epochs are told too.
+
+        INVALID_ARGUMENT: no such level or logger; details name all of them.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

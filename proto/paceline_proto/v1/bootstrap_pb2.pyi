@@ -57,6 +57,7 @@ class DescribeResponse(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TRANSFER_BACKEND_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     serving: _builtins.bool
     """All ranks are ready and the instance takes requests."""
@@ -82,6 +83,8 @@ class DescribeResponse(_message.Message):
     vocab_size: _builtins.int
     transfer_backend: _builtins.str
     """Name of the transfer backend, e.g. "mooncake"; both sides must use the same."""
+    draining: _builtins.bool
+    """It takes no requests but finishes those it has: peers of these may still dial its ranks."""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -106,10 +109,11 @@ class DescribeResponse(_message.Message):
         ranks: _abc.Iterable[Global___RankDescription] | None = ...,
         vocab_size: _builtins.int = ...,
         transfer_backend: _builtins.str = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "instance", b"instance", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "max_model_len", b"max_model_len", "model_digest", b"model_digest", "model_name", b"model_name", "not_serving_reason", b"not_serving_reason", "num_layers", b"num_layers", "page_size", b"page_size", "pages", b"pages", "protocol_version", b"protocol_version", "ranks", b"ranks", "role", b"role", "serving", b"serving", "transfer_backend", b"transfer_backend", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "head_dim", b"head_dim", "instance", b"instance", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "max_model_len", b"max_model_len", "model_digest", b"model_digest", "model_name", b"model_name", "not_serving_reason", b"not_serving_reason", "num_layers", b"num_layers", "page_size", b"page_size", "pages", b"pages", "protocol_version", b"protocol_version", "ranks", b"ranks", "role", b"role", "serving", b"serving", "transfer_backend", b"transfer_backend", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

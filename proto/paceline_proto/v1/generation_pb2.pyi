@@ -295,6 +295,7 @@ class Outcome(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     kind: Global___Outcome.Kind.ValueType
     reason: _builtins.str
     """For people and logs; for ERROR it names what failed."""
@@ -304,6 +305,8 @@ class Outcome(_message.Message):
     """True if another attempt on another pair may succeed."""
     hand_over: _builtins.bool
     """True if what failed lies between the two instances: their handshake, the transfer, the time these may take."""
+    draining: _builtins.bool
+    """True if nothing failed: the instance drains and let the attempt go."""
     def __init__(
         self,
         *,
@@ -312,10 +315,11 @@ class Outcome(_message.Message):
         output_tokens: _builtins.int = ...,
         retryable: _builtins.bool = ...,
         hand_over: _builtins.bool = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hand_over", b"hand_over", "kind", b"kind", "output_tokens", b"output_tokens", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "hand_over", b"hand_over", "kind", b"kind", "output_tokens", b"output_tokens", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

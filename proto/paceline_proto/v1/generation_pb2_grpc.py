@@ -59,7 +59,8 @@ class GenerationServicer:
 
         INVALID_ARGUMENT: the request can never run here (empty prompt, token id out of range, longer
         than the context or the page pool); details say which and the limit.
-        UNAVAILABLE: the instance is loading, restarting or draining, or is of another epoch than the request means.
+        UNAVAILABLE: the instance is loading, restarting or draining, or is of another epoch than the request means. If it
+        drains, the trailing metadata have `paceline-draining`: nothing failed.
         ALREADY_EXISTS: this attempt is known.
         RESOURCE_EXHAUSTED: the instance's queue is full.
         """

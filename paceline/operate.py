@@ -1,0 +1,120 @@
+"""What operators do to running instances: drain, resume, dump, log-level.
+
+In: instances by name (of the cluster that runs in a run directory) or by address. Out: one line per instance and
+rank, exit code 1 if any instance did not do it. Instances are asked side by side; each has the caller's timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from paceline.config import read_cluster
+from paceline.health import CHANNEL_OPTIONS
+from paceline_proto.v1 import admin_pb2, admin_pb2_grpc
+
+_LOOK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    address: str
+
+
+Action = Callable[[admin_pb2_grpc.AdminStub], Awaitable[Sequence[str]]]  # lines for people; raises `NotDone`
+
+
+class NotDone(Exception):
+    """The instance answered, but did not do all of it; each argument is a line for people."""
+
+
+def targets(run_dir: Path, names: Sequence[str], addresses: Iterable[str]) -> list[Target]:
+    """The named instances of the local cluster and the given addresses; without either, all of the cluster."""
+    given = [Target(address, address) for address in addresses]
+    if given and not names:
+        return given
+    cluster = read_cluster(run_dir)
+    if cluster is None:
+        raise SystemExit(
+            f"paceline: no cluster runs in {run_dir.absolute()}; name its --run-dir, or name instances with --address"
+        )
+    known = {part.name: Target(part.name, part.address) for part in cluster.instances}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"paceline: no instance {', '.join(unknown)} here; there are {', '.join(known)}")
+    return given + [known[name] for name in names or known]
+
+
+async def carry_out(action: Action, on: Sequence[Target]) -> int:
+    return max(await asyncio.gather(*(_one(action, target) for target in on)), default=0)
+
+
+async def _one(action: Action, target: Target) -> int:
+    async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            lines, code, out = await action(admin_pb2_grpc.AdminStub(channel)), 0, sys.stdout
+        except NotDone as partly:
+            lines, code, out = partly.args, 1, sys.stderr
+        except grpc.aio.AioRpcError as error:
+            lines, code, out = [f"{error.details()} ({error.code().name})"], 1, sys.stderr
+    for line in lines:
+        print(f"{target.name}: {line}", file=out, flush=True)
+    return code
+
+
+def drain(reason: str, deadline: float | None, wait: bool, timeout: float) -> Action:
+    """With `wait`, until the instance is empty."""
+
+    async def action(admin: admin_pb2_grpc.AdminStub) -> Sequence[str]:
+        request = admin_pb2.DrainRequest(reason=reason, deadline_s=deadline)
+        told: admin_pb2.DrainResponse = await admin.Drain(request, timeout=timeout)
+        lines = [f"{told.phase}, {told.open_attempts} open"]
+        while wait:
+            status: admin_pb2.StatusResponse = await admin.Status(admin_pb2.StatusRequest(), timeout=timeout)
+            if not status.HasField("drain"):
+                raise NotDone(f"the drain was undone with {status.open_attempts} open")
+            if status.drain.empty:
+                return [*lines, "empty"]
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return lines
+
+    return action
+
+
+def resume(timeout: float) -> Action:
+    async def action(admin: admin_pb2_grpc.AdminStub) -> Sequence[str]:
+        told: admin_pb2.ResumeResponse = await admin.Resume(admin_pb2.ResumeRequest(), timeout=timeout)
+        return [told.phase]
+
+    return action
+
+
+def dump(reason: str, timeout: float) -> Action:
+    async def action(admin: admin_pb2_grpc.AdminStub) -> Sequence[str]:
+        told: admin_pb2.DumpFlightResponse = await admin.DumpFlight(
+            admin_pb2.DumpFlightRequest(reason=reason), timeout=timeout
+        )
+        lines = [f"rank {rank.rank} {rank.path or f'wrote nothing: {rank.error}'}" for rank in told.ranks]
+        if any(rank.error for rank in told.ranks):
+            raise NotDone(*lines)
+        return lines
+
+    return action
+
+
+def log_level(level: str, logger: str, timeout: float) -> Action:
+    async def action(admin: admin_pb2_grpc.AdminStub) -> Sequence[str]:
+        told: admin_pb2.SetLogLevelResponse = await admin.SetLogLevel(
+            admin_pb2.SetLogLevelRequest(level=level, logger=logger), timeout=timeout
+        )
+        if told.silent_ranks:
+            raise NotDone(f"ranks {', '.join(map(str, told.silent_ranks))} cannot be told")
+        return [f"{logger or 'everything'} logs {level}"]
+
+    return action
