@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StatusRequest(_message.Message):
+    """Asks nothing in particular: all of it is told."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -36,6 +38,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
+    """An instance as its daemon sees it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
@@ -46,17 +50,23 @@ class StatusResponse(_message.Message):
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
+    """Which side of a pair it is."""
     phase: _builtins.str
     """"loading", "serving", "restarting", "stopping"."""
     restarts: _builtins.int
-    """Times the ranks of this instance were restarted, and why last."""
+    """Times the ranks of this instance were restarted."""
     last_failure: _builtins.str
+    """Why last; empty if never."""
     pid: _builtins.int
     """Process id of the daemon."""
     @_builtins.property
-    def instance(self) -> _common_pb2.InstanceRef: ...
+    def instance(self) -> _common_pb2.InstanceRef:
+        """Who answers."""
+
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
+        """One per rank, in rank order."""
+
     def __init__(
         self,
         *,
@@ -78,6 +88,8 @@ Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
 
 @_typing.final
 class RankStatus(_message.Message):
+    """One rank: a process that holds some layers of the model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -179,14 +191,21 @@ class RankStatus(_message.Message):
     EXECUTING_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """Its place in the pipeline, from 0."""
     pid: _builtins.int
+    """Process id."""
     answered: _builtins.bool
+    """Whether it answered in time; if not, the rest is what it last said."""
     layer_begin: _builtins.int
+    """First global layer id it holds."""
     layer_end: _builtins.int
+    """The one after its last."""
     epoch: _builtins.int
+    """Incarnation of its instance."""
     applied_seq: _builtins.int
-    """Last log entry applied, and the digest of the state after it (hex)."""
+    """Last log entry applied."""
     digest: _builtins.str
+    """Of the state after that entry (hex)."""
     rooms: _builtins.int
     """Rooms known to the transfer side."""
     store_entries: _builtins.int
