@@ -18,6 +18,7 @@ from paceline.engine_options import (
     PORT,
     add_engine_options,
     add_model_options,
+    add_registration_options,
     check_ranks,
     daemon_config,
     model_folder,
@@ -204,6 +205,7 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
     )
+    add_registration_options(group)
     _add_run_dir(group)
     add_engine_options(parser)
     parser.set_defaults(run=_run_instance)

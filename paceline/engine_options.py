@@ -7,6 +7,7 @@ the same. The names of the options follow the fields of `DaemonConfig`.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder with the weights (default: SmolLM2-135M-Instruct)",
     )
     group.add_argument("--model-name", default="", metavar="NAME", help="name clients use (default: the folder's)")
+
+
+def add_registration_options(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--gateway",
+        type=ADDRESS,
+        action="append",
+        metavar="HOST:PORT",
+        help="registry of a gateway; a name means all of its addresses; may be repeated (default: $PACELINE_GATEWAY)",
+    )
+
+
+def gateways(options: argparse.Namespace) -> tuple[str, ...]:
+    """Of the command line, or else of the environment, where commas or spaces lie between several."""
+    given = options.gateway or os.environ.get("PACELINE_GATEWAY", "").replace(",", " ").split()
+    try:
+        return tuple(dict.fromkeys(parse_address(address) for address in given))
+    except ValueError as error:
+        raise SystemExit(f"paceline: PACELINE_GATEWAY: {error}") from error
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -241,6 +261,7 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         run_dir=str((options.run_dir / options.instance).absolute()),
         listen=options.listen,
         advertise=options.advertise,
+        gateways=gateways(options),
         pp_size=options.pp,
         layers=options.layers,
         **{field: getattr(options, option) for option, field in SHARED},

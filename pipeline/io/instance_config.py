@@ -27,6 +27,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank_module: str = ""  # what a rank process runs; set by the entry point
     listen: str = "127.0.0.1:0"  # of the gRPC server; port 0 takes any free one
     advertise: str = ""  # host that others are told; "": the one of `listen`
+    gateways: tuple[str, ...] = ()  # host:port of registries; a name means all of its addresses
     model_name: str = ""  # "": the folder's name
     pp_size: int = 1
     layers: str = ""  # layers per rank, "8,7,8,7"; "": balanced by cost

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 import grpc
@@ -51,6 +53,10 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
         self._max_model_len = max_model_len
 
     async def Describe(self, request: bootstrap_pb2.DescribeRequest, context: Any) -> bootstrap_pb2.DescribeResponse:  # type: ignore[override]
+        return self.describe()
+
+    def describe(self) -> bootstrap_pb2.DescribeResponse:
+        """The instance as it is now; also what its heartbeats carry."""
         supervisor, config, facts = self._supervisor, self._supervisor.config, self._supervisor.facts
         current = supervisor.incarnation
         return bootstrap_pb2.DescribeResponse(
@@ -71,6 +77,8 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             ranks=[self._rank_description(view) for view in current.ranks] if current else [],
             vocab_size=facts.vocab_size,
             transfer_backend=current.backend if current else "",
+            load=self._load(),
+            software_version=_software_version(),
         )
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Any) -> admin_pb2.StatusResponse:  # type: ignore[override]
@@ -90,6 +98,16 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             restarts=supervisor.restarts,
             last_failure=supervisor.last_failure,
             pid=os.getpid(),
+        )
+
+    def _load(self) -> bootstrap_pb2.Load:
+        workload = self._supervisor.workload
+        return bootstrap_pb2.Load(
+            queued_prefill_tokens=_clamp(workload.queued_tokens, _UINT64),
+            free_pages=_clamp(workload.free_pages, _UINT32),
+            requests=_clamp(workload.requests, _UINT32),
+            batch=_clamp(workload.batch, _UINT32),
+            prefill_tokens_per_second=self._supervisor.speed.per_second,
         )
 
     def _instance(self) -> common_pb2.InstanceRef:
@@ -134,6 +152,14 @@ def _rank_status(view: RankView, answered: bool) -> admin_pb2.RankStatus:
     return status
 
 
+@cache
+def _software_version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _clamp(value: int, most: int) -> int:
     """A rank's number must not be able to break the answer about all ranks."""
     return min(max(value, 0), most)
@@ -162,6 +188,7 @@ class Server:
         )
         self._health = HealthServicer()
         self._background: set[asyncio.Task[None]] = set()
+        self.on_change: Callable[[], None] = lambda: None  # the description is another one
         self.instance = InstanceService(supervisor, max_model_len)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(supervisor, max_model_len), self._server)
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
@@ -192,6 +219,7 @@ class Server:
 
     def _show_phase(self, phase: Phase) -> None:
         # In the background: a stuck watcher of the health service must not hold up supervision.
+        self.on_change()
         healthy = phase is Phase.SERVING and not self._supervisor.stalled
         task = asyncio.get_running_loop().create_task(self._set_health(healthy))
         self._background.add(task)
