@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto sim mutate exhaustive spec soak net idle clean
+.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net idle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -31,13 +31,15 @@ run: setup  ## start a 2+2-rank cluster here, ask it something, serve until Ctrl
 test: setup lint  ## lint, then the fast tests (ARGS="-k name" for some of them)
 	@$(PY) -m pytest $(ARGS)
 
-lint:  ## style, import rules, purity, types, freshness of generated code
+lint:  ## style, import rules, purity, types, generated code, the wire contract
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(PY) -m lint.purity
 	@$(VENV)/bin/lint-imports --no-logo
 	@$(VENV)/bin/mypy
 	@$(PY) proto/generate.py --check
+	@$(VENV)/bin/buf lint proto
+	@$(VENV)/bin/buf breaking proto --against proto/baseline.binpb
 
 format:  ## let ruff format and sort
 	@$(VENV)/bin/ruff check --fix --quiet . || true
@@ -45,6 +47,9 @@ format:  ## let ruff format and sort
 
 proto:  ## regenerate proto/paceline_proto from the .proto files
 	@$(PY) proto/generate.py
+
+baseline:  ## at a release: make the wire contract of now what later changes must not break
+	@$(VENV)/bin/buf build proto --exclude-source-info -o proto/baseline.binpb
 
 sim: setup  ## run the simulator over SEEDS seeds of all profiles (SEEDS=20000)
 	@$(PY) -m sim.run --seeds 0:$(SEEDS) --jobs 2

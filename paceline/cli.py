@@ -19,6 +19,7 @@ from paceline.engine_options import (
     add_engine_options,
     add_key_options,
     add_model_options,
+    add_registration_options,
     add_secrets_option,
     add_security_options,
     check_ranks,
@@ -235,6 +236,7 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
     )
+    add_registration_options(group)
     _add_run_dir(group)
     add_engine_options(parser)
     parser.set_defaults(run=_run_instance)

@@ -144,6 +144,25 @@ def repeat_keys(options: argparse.Namespace) -> Iterator[str]:
     yield from ("--key-inflight", str(options.key_inflight))
 
 
+def add_registration_options(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--gateway",
+        type=ADDRESS,
+        action="append",
+        metavar="HOST:PORT",
+        help="registry of a gateway; a name means all of its addresses; may be repeated (default: $PACELINE_GATEWAY)",
+    )
+
+
+def gateways(options: argparse.Namespace) -> tuple[str, ...]:
+    """Of the command line, or else of the environment, where commas or spaces lie between several."""
+    given = options.gateway or os.environ.get("PACELINE_GATEWAY", "").replace(",", " ").split()
+    try:
+        return tuple(dict.fromkeys(parse_address(address) for address in given))
+    except ValueError as error:
+        raise SystemExit(f"paceline: PACELINE_GATEWAY: {error}") from error
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     group = parser.add_argument_group("engine")
@@ -287,6 +306,7 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         advertise=options.advertise,
         secrets=str(Path(options.secrets).absolute()) if options.secrets else "",
         insecure=options.insecure,
+        gateways=gateways(options),
         pp_size=options.pp,
         layers=options.layers,
         **{field: getattr(options, option) for option, field in SHARED},

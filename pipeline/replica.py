@@ -24,6 +24,7 @@ from pipeline.outcome import ERROR, Outcome
 from pipeline.planner import Batch, Row, Share
 from pipeline.request import ABORTING, DONE, Request
 from pipeline.slots import Slots
+from pipeline.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,21 @@ class Replica(ABC):
 
     def count_requests(self) -> dict[str, int]:
         return {state: len(members) for state, members in self.states.items() if state != DONE}
+
+    def workload(self) -> Workload:
+        """For those who choose among instances."""
+        requests = self.count_requests()
+        return Workload(
+            queued_tokens=self.queued_tokens(),
+            free_pages=self.leases.pool.free,
+            requests=sum(requests.values()),
+            batch=requests.get("running", 0),
+            computed=self.counters["prompt_tokens_computed"],
+        )
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed here."""
+        return 0
 
     # -- shared by the roles -----------------------------------------------------------------------
 

@@ -84,6 +84,10 @@ class PrefillReplica(Replica):
     def ready(self) -> int:
         return len(self.states[WAITING]) + len(self._unfinished())
 
+    def queued_tokens(self) -> int:
+        waiting = (*self.states[BOOTSTRAPPING].values(), *self.states[WAITING].values(), *self._unfinished())
+        return sum(request.prompt_len - request.computed for request in waiting)
+
     def plan(self, rows: int) -> list[Share]:
         shares: list[Share] = []
         budget = self.config.chunk_size

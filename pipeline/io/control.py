@@ -17,6 +17,7 @@ import msgspec
 from consensus.entry import Key, RequestSpec, TokenOut
 from pipeline.io.zap import RingKeys
 from pipeline.outcome import Outcome
+from pipeline.workload import Workload
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +158,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     executing: str = ""  # what its executor is in, for people
     stalled: float = 0.0  # from rank 0: seconds since a launched tick should be back
     doing: str = ""  # from rank 0: which tick that is, and which rank is in it
+    workload: Workload = Workload()  # from rank 0
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True):

@@ -19,6 +19,7 @@ import msgspec
 
 from pipeline.io.address import advertised_host, join_host_port, split_host_port
 from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
+from pipeline.io.registration import Registration
 from pipeline.io.run_folder import RunFolder, RunFolderError
 from pipeline.io.service import Server
 from pipeline.io.supervisor import Supervisor
@@ -76,6 +77,8 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     try:
         supervisor = Supervisor(config, facts, host, folder)
         server = Server(supervisor, max_model_len, secrets)
+        registration = Registration(config.gateways, server.instance.describe)
+        server.on_change = registration.nudge
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop, f"received {number.name}")
@@ -84,9 +87,11 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
         supervisor.on_ready = lambda: _log_ready(supervisor, server.instance.address)
         log.info("[%s] %s instance at %s, epoch %d, loading %s on %d ranks", config.instance, config.role,
                  server.instance.address, supervisor.epoch, config.model, config.pp_size)  # fmt: skip
+        registration.start()
         try:
             return await supervisor.run()
         finally:
+            await registration.leave(supervisor.not_serving_reason())
             await server.stop(_STREAMS_GRACE_S)
     finally:
         folder.release()

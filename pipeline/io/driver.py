@@ -210,7 +210,10 @@ class Driver:
             assert self._links.report_out is not None
             self._links.report_out.send(ProgressFrame(self._config.epoch, progress))
         last_tick = self._core.replica.slots.next_tick - 1
-        self._say(control.Alive(applied, last_tick, self._executor.executing(), seconds, doing))
+        alive = control.Alive(applied, last_tick, self._executor.executing(), seconds, doing)
+        if self._sequencer is not None:
+            alive = msgspec.structs.replace(alive, workload=self._core.replica.workload())
+        self._say(alive)
 
     def _check_ring(self, now: float) -> None:
         limit = self._config.ring_timeout

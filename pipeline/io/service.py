@@ -7,6 +7,9 @@ SERVING exactly while requests are taken; a second daemon on the same port is an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 import grpc
@@ -24,7 +27,7 @@ from paceline_proto.v1 import (
     generation_pb2_grpc,
 )
 from pipeline.io.address import BadAddress
-from pipeline.io.admin import ROLES, UINT32, AdminService, clamp
+from pipeline.io.admin import ROLES, UINT32, UINT64, AdminService, clamp
 from pipeline.io.generation import GenerationService
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
@@ -50,6 +53,10 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer):
         self._max_model_len = max_model_len
 
     async def Describe(self, request: bootstrap_pb2.DescribeRequest, context: Any) -> bootstrap_pb2.DescribeResponse:  # type: ignore[override]
+        return self.describe()
+
+    def describe(self) -> bootstrap_pb2.DescribeResponse:
+        """The instance as it is now; also what its heartbeats carry."""
         supervisor, config, facts = self._supervisor, self._supervisor.config, self._supervisor.facts
         current = supervisor.incarnation
         return bootstrap_pb2.DescribeResponse(
@@ -71,6 +78,18 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer):
             vocab_size=facts.vocab_size,
             transfer_backend=current.backend if current else "",
             draining=supervisor.phase is Phase.DRAINING,
+            load=self._load(),
+            software_version=_software_version(),
+        )
+
+    def _load(self) -> bootstrap_pb2.Load:
+        workload = self._supervisor.workload
+        return bootstrap_pb2.Load(
+            queued_prefill_tokens=clamp(workload.queued_tokens, UINT64),
+            free_pages=clamp(workload.free_pages, UINT32),
+            requests=clamp(workload.requests, UINT32),
+            batch=clamp(workload.batch, UINT32),
+            prefill_tokens_per_second=self._supervisor.speed.per_second,
         )
 
     def reference(self) -> common_pb2.InstanceRef:
@@ -86,6 +105,14 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer):
             link_address=view.ready.link_address if view.ready else "",
             loaded=100 * view.fraction,
         )
+
+
+@cache
+def _software_version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 class Server:
@@ -108,6 +135,7 @@ class Server:
         )
         self._health = HealthServicer()
         self._background: set[asyncio.Task[None]] = set()
+        self.on_change: Callable[[], None] = lambda: None  # the description is another one
         self.instance = InstanceService(supervisor, max_model_len)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(supervisor, max_model_len), self._server)
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
@@ -138,6 +166,7 @@ class Server:
 
     def _show_phase(self, phase: Phase) -> None:
         # In the background: a stuck watcher of the health service must not hold up supervision.
+        self.on_change()
         healthy = phase is Phase.SERVING and not self._supervisor.stalled
         task = asyncio.get_running_loop().create_task(self._set_health(healthy))
         self._background.add(task)

@@ -26,6 +26,7 @@ from pipeline.io.drain import Drain
 from pipeline.io.incarnation import Failure, Incarnation, Unkillable
 from pipeline.io.instance_config import DaemonConfig, ModelFacts, rank_configs
 from pipeline.io.run_folder import RunFolder, RunFolderError
+from pipeline.workload import Speed, Workload
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Supervisor:
         self.restarts = 0
         self.last_failure = ""
         self.stalled = ""  # what keeps a serving instance from getting on, for people
+        self.workload, self.speed = Workload(), Speed()  # as rank 0 last told
         self.incarnation: Incarnation | None = None
         self.attempts = Attempts(config.max_queue, config.stream_buffer, self._cancel)
         self.draining = Drain(config.instance, self.attempts)
@@ -193,6 +195,7 @@ class Supervisor:
     async def _serve_when_ready(self, current: Incarnation) -> None:
         await current.ready.wait()
         if not current.failure.done() and not self._stop.is_set():
+            self.workload = Workload(free_pages=current.pages)
             for logger, level in self.log_levels.items():
                 current.tell_all(control.SetLogLevel(logger, level))
             self._enter(Phase.DRAINING if self.draining.active else Phase.SERVING)
@@ -236,6 +239,8 @@ class Supervisor:
 
     def _see_progress(self, alive: control.Alive) -> None:
         """Health is progress, not a process that is up: it follows what rank 0 says of its oldest tick."""
+        self.workload = alive.workload
+        self.speed.note(time.monotonic(), alive.workload)
         before, self.stalled = self.stalled, alive.doing if alive.stalled > self.config.progress_timeout else ""
         if bool(before) != bool(self.stalled):
             log.warning("%s", f"no progress: {self.stalled}" if self.stalled else "progress again")

@@ -27,7 +27,8 @@ from ..handshake import loopback
 from ..regions import Write
 from .engine import Completion, EngineCounters, EngineError
 
-PROGRESS_DELAY_US = 5000  # a sleeping thread's wake-ups are what an idle engine costs: 1 000 a second take 2 to 3 % of a processor
+# Waking up is what an idle engine costs: a thousand times a second took 2 to 3 % of a processor.
+PROGRESS_DELAY_US = 5000
 WINDOW = 64  # handles per peer that the library holds at once
 SLOWEST_RATE = 20e6  # bytes per second that a handle may be as slow as before its fate is unknown
 

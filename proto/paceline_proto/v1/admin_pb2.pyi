@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StatusRequest(_message.Message):
+    """Asks nothing in particular: all of it is told."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -36,6 +38,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
+    """An instance as its daemon sees it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
@@ -48,19 +52,25 @@ class StatusResponse(_message.Message):
     OPEN_ATTEMPTS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
+    """Which side of a pair it is."""
     phase: _builtins.str
     """"loading", "serving", "draining", "restarting", "stopping"."""
     restarts: _builtins.int
-    """Times the ranks of this instance were restarted, and why last."""
+    """Times the ranks of this instance were restarted."""
     last_failure: _builtins.str
+    """Why last; empty if never."""
     pid: _builtins.int
     """Process id of the daemon."""
     open_attempts: _builtins.int
     """Attempts that have begun here and not ended."""
     @_builtins.property
-    def instance(self) -> _common_pb2.InstanceRef: ...
+    def instance(self) -> _common_pb2.InstanceRef:
+        """Who answers."""
+
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
+        """One per rank, in rank order."""
+
     @_builtins.property
     def drain(self) -> Global___DrainState:
         """Set while the instance drains, whatever its phase."""
@@ -88,12 +98,15 @@ Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
 
 @_typing.final
 class DrainState(_message.Message):
+    """How a drain goes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     REMAINING_S_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """The operator's."""
     remaining_s: _builtins.float
     """Seconds until what is still open is let go."""
     empty: _builtins.bool
@@ -115,6 +128,8 @@ Global___DrainState: _TypeAlias = DrainState  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
+    """How long, and why."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -141,6 +156,8 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
+    """What is left to be waited for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
@@ -148,6 +165,7 @@ class DrainResponse(_message.Message):
     phase: _builtins.str
     """As in StatusResponse."""
     open_attempts: _builtins.int
+    """As in StatusResponse."""
     def __init__(
         self,
         *,
@@ -164,6 +182,8 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
+    """Asks for nothing but the undoing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -179,6 +199,8 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
+    """What the instance does now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
@@ -199,6 +221,8 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class DumpFlightRequest(_message.Message):
+    """Why the recordings are wanted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -219,6 +243,8 @@ Global___DumpFlightRequest: _TypeAlias = DumpFlightRequest  # noqa: Y015
 
 @_typing.final
 class DumpFlightResponse(_message.Message):
+    """Where the recordings lie."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: _builtins.int
@@ -241,12 +267,15 @@ Global___DumpFlightResponse: _TypeAlias = DumpFlightResponse  # noqa: Y015
 
 @_typing.final
 class RankDump(_message.Message):
+    """One rank's recording."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """Its place in the pipeline, from 0."""
     path: _builtins.str
     """Of the file, on the rank's host. Each dump of an epoch replaces the one before."""
     error: _builtins.str
@@ -268,6 +297,8 @@ Global___RankDump: _TypeAlias = RankDump  # noqa: Y015
 
 @_typing.final
 class SetLogLevelRequest(_message.Message):
+    """What to log from now on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
@@ -292,6 +323,8 @@ Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
 
 @_typing.final
 class SetLogLevelResponse(_message.Message):
+    """Who has heard it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SILENT_RANKS_FIELD_NUMBER: _builtins.int
@@ -314,6 +347,8 @@ Global___SetLogLevelResponse: _TypeAlias = SetLogLevelResponse  # noqa: Y015
 
 @_typing.final
 class RankStatus(_message.Message):
+    """One rank: a process that holds some layers of the model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -415,14 +450,21 @@ class RankStatus(_message.Message):
     EXECUTING_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """Its place in the pipeline, from 0."""
     pid: _builtins.int
+    """Process id."""
     answered: _builtins.bool
+    """Whether it answered in time; if not, the rest is what it last said."""
     layer_begin: _builtins.int
+    """First global layer id it holds."""
     layer_end: _builtins.int
+    """The one after its last."""
     epoch: _builtins.int
+    """Incarnation of its instance."""
     applied_seq: _builtins.int
-    """Last log entry applied, and the digest of the state after it (hex)."""
+    """Last log entry applied."""
     digest: _builtins.str
+    """Of the state after that entry (hex)."""
     rooms: _builtins.int
     """Rooms known to the transfer side."""
     store_entries: _builtins.int

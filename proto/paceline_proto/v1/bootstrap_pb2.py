@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline_proto.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/bootstrap.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xc0\x03\n\x10\x44\x65scribeResponse\x12*\n\x08instance\x18\x01 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.paceline.v1.Role\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x1a\n\x12not_serving_reason\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x07 \x01(\t\x12\x12\n\nnum_layers\x18\x08 \x01(\r\x12\x10\n\x08kv_heads\x18\t \x01(\r\x12\x10\n\x08head_dim\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x10\n\x08kv_dtype\x18\x0c \x01(\t\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\r\n\x05pages\x18\x0e \x01(\r\x12+\n\x05ranks\x18\x0f \x03(\x0b\x32\x1c.paceline.v1.RankDescription\x12\x12\n\nvocab_size\x18\x10 \x01(\r\x12\x18\n\x10transfer_backend\x18\x11 \x01(\t\x12\x10\n\x08\x64raining\x18\x14 \x01(\x08\"m\n\x0fRankDescription\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0blayer_begin\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x14\n\x0clink_address\x18\x04 \x01(\t\x12\x0e\n\x06loaded\x18\x05 \x01(\x02\x32T\n\tBootstrap\x12G\n\x08\x44\x65scribe\x12\x1c.paceline.v1.DescribeRequest\x1a\x1d.paceline.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/bootstrap.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xfb\x03\n\x10\x44\x65scribeResponse\x12*\n\x08instance\x18\x01 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.paceline.v1.Role\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x1a\n\x12not_serving_reason\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x05 \x01(\r\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x07 \x01(\t\x12\x12\n\nnum_layers\x18\x08 \x01(\r\x12\x10\n\x08kv_heads\x18\t \x01(\r\x12\x10\n\x08head_dim\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x10\n\x08kv_dtype\x18\x0c \x01(\t\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\r\n\x05pages\x18\x0e \x01(\r\x12+\n\x05ranks\x18\x0f \x03(\x0b\x32\x1c.paceline.v1.RankDescription\x12\x12\n\nvocab_size\x18\x10 \x01(\r\x12\x18\n\x10transfer_backend\x18\x11 \x01(\t\x12\x10\n\x08\x64raining\x18\x14 \x01(\x08\x12\x1f\n\x04load\x18\x12 \x01(\x0b\x32\x11.paceline.v1.Load\x12\x18\n\x10software_version\x18\x13 \x01(\t\"}\n\x04Load\x12\x1d\n\x15queued_prefill_tokens\x18\x01 \x01(\x04\x12\x12\n\nfree_pages\x18\x02 \x01(\r\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12!\n\x19prefill_tokens_per_second\x18\x05 \x01(\x02\"m\n\x0fRankDescription\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0blayer_begin\x18\x02 \x01(\r\x12\x11\n\tlayer_end\x18\x03 \x01(\r\x12\x14\n\x0clink_address\x18\x04 \x01(\t\x12\x0e\n\x06loaded\x18\x05 \x01(\x02\x32T\n\tBootstrap\x12G\n\x08\x44\x65scribe\x12\x1c.paceline.v1.DescribeRequest\x1a\x1d.paceline.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=70
   _globals['_DESCRIBEREQUEST']._serialized_end=87
   _globals['_DESCRIBERESPONSE']._serialized_start=90
-  _globals['_DESCRIBERESPONSE']._serialized_end=538
-  _globals['_RANKDESCRIPTION']._serialized_start=540
-  _globals['_RANKDESCRIPTION']._serialized_end=649
-  _globals['_BOOTSTRAP']._serialized_start=651
-  _globals['_BOOTSTRAP']._serialized_end=735
+  _globals['_DESCRIBERESPONSE']._serialized_end=597
+  _globals['_LOAD']._serialized_start=599
+  _globals['_LOAD']._serialized_end=724
+  _globals['_RANKDESCRIPTION']._serialized_start=726
+  _globals['_RANKDESCRIPTION']._serialized_end=835
+  _globals['_BOOTSTRAP']._serialized_start=837
+  _globals['_BOOTSTRAP']._serialized_end=921
 # @@protoc_insertion_point(module_scope)

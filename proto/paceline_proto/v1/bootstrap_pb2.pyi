@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DescribeRequest(_message.Message):
+    """Asks nothing in particular: all of it is told."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -58,7 +60,10 @@ class DescribeResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TRANSFER_BACKEND_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    SOFTWARE_VERSION_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
+    """Which side of a pair it is."""
     serving: _builtins.bool
     """All ranks are ready and the instance takes requests."""
     not_serving_reason: _builtins.str
@@ -70,8 +75,11 @@ class DescribeResponse(_message.Message):
     model_digest: _builtins.str
     """Hash of config and weights index; unequal models are never paired."""
     num_layers: _builtins.int
+    """Layers of the model, over all ranks."""
     kv_heads: _builtins.int
+    """Heads of K and of V in each layer."""
     head_dim: _builtins.int
+    """Values per head."""
     page_size: _builtins.int
     """Token positions per page."""
     kv_dtype: _builtins.str
@@ -81,14 +89,25 @@ class DescribeResponse(_message.Message):
     pages: _builtins.int
     """Pages of the pool, equal on all ranks."""
     vocab_size: _builtins.int
+    """Token ids go from 0 to this, exclusive."""
     transfer_backend: _builtins.str
     """Name of the transfer backend, e.g. "mooncake"; both sides must use the same."""
     draining: _builtins.bool
     """It takes no requests but finishes those it has: peers of these may still dial its ranks."""
+    software_version: _builtins.str
+    """Release of the software, e.g. "0.1.0"; for people. What must agree is `protocol_version`."""
     @_builtins.property
-    def instance(self) -> _common_pb2.InstanceRef: ...
+    def instance(self) -> _common_pb2.InstanceRef:
+        """Who answers."""
+
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankDescription]: ...
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankDescription]:
+        """One per rank, in rank order; empty before they were started."""
+
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """How busy it is; for the choice among instances, which all would do."""
+
     def __init__(
         self,
         *,
@@ -110,17 +129,59 @@ class DescribeResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         transfer_backend: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        load: Global___Load | None = ...,
+        software_version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "head_dim", b"head_dim", "instance", b"instance", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "max_model_len", b"max_model_len", "model_digest", b"model_digest", "model_name", b"model_name", "not_serving_reason", b"not_serving_reason", "num_layers", b"num_layers", "page_size", b"page_size", "pages", b"pages", "protocol_version", b"protocol_version", "ranks", b"ranks", "role", b"role", "serving", b"serving", "transfer_backend", b"transfer_backend", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "head_dim", b"head_dim", "instance", b"instance", "kv_dtype", b"kv_dtype", "kv_heads", b"kv_heads", "load", b"load", "max_model_len", b"max_model_len", "model_digest", b"model_digest", "model_name", b"model_name", "not_serving_reason", b"not_serving_reason", "num_layers", b"num_layers", "page_size", b"page_size", "pages", b"pages", "protocol_version", b"protocol_version", "ranks", b"ranks", "role", b"role", "serving", b"serving", "software_version", b"software_version", "transfer_backend", b"transfer_backend", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 
 @_typing.final
+class Load(_message.Message):
+    """What an instance has to do and room for, as it last heard from its ranks (they tell about once a second)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    FREE_PAGES_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    queued_prefill_tokens: _builtins.int
+    """Prompt tokens not computed yet, of all requests known here. 0 on decode instances."""
+    free_pages: _builtins.int
+    """Pages of the pool that nothing holds."""
+    requests: _builtins.int
+    """Requests known here, whatever they wait for."""
+    batch: _builtins.int
+    """Requests that take part in microbatches."""
+    prefill_tokens_per_second: _builtins.float
+    """Prompt tokens computed per second, measured while prompts were queued; 0 if not known yet."""
+    def __init__(
+        self,
+        *,
+        queued_prefill_tokens: _builtins.int = ...,
+        free_pages: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        batch: _builtins.int = ...,
+        prefill_tokens_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "free_pages", b"free_pages", "prefill_tokens_per_second", b"prefill_tokens_per_second", "queued_prefill_tokens", b"queued_prefill_tokens", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
 class RankDescription(_message.Message):
+    """Where a rank is, and which layers it holds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
@@ -129,9 +190,11 @@ class RankDescription(_message.Message):
     LINK_ADDRESS_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """Its place in the pipeline, from 0."""
     layer_begin: _builtins.int
-    """Global layer ids [begin, end) this rank holds."""
+    """First global layer id it holds."""
     layer_end: _builtins.int
+    """The one after its last."""
     link_address: _builtins.str
     """ZMQ address of the rank's peer link; prefill ranks have one, decode ranks dial it."""
     loaded: _builtins.float

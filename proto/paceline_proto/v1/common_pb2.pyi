@@ -24,6 +24,7 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """Not said; an error wherever a role is needed."""
     ROLE_PREFILL: _Role.ValueType  # 1
     """Computes the KV of prompts and the first token, and pushes the KV to a decode instance."""
     ROLE_DECODE: _Role.ValueType  # 2
@@ -33,6 +34,7 @@ class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What an instance computes."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""Not said; an error wherever a role is needed."""
 ROLE_PREFILL: Role.ValueType  # 1
 """Computes the KV of prompts and the first token, and pushes the KV to a decode instance."""
 ROLE_DECODE: Role.ValueType  # 2

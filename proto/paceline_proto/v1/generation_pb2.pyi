@@ -122,6 +122,8 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """One attempt of one request, as one side of the pair is asked it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -149,7 +151,9 @@ class GenerateRequest(_message.Message):
         """What KV is computed for: the prompt's token ids, at least one, and then the `resumed` ones."""
 
     @_builtins.property
-    def sampling(self) -> Global___SamplingParams: ...
+    def sampling(self) -> Global___SamplingParams:
+        """How tokens are chosen; the same on both sides."""
+
     @_builtins.property
     def peer(self) -> _common_pb2.InstanceRef:
         """The other instance of the pair."""
@@ -176,12 +180,16 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class TopLogprob(_message.Message):
+    """One of the most likely tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """Token id."""
     logprob: _builtins.float
+    """Natural logarithm of its probability."""
     def __init__(
         self,
         *,
@@ -198,16 +206,21 @@ Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class Token(_message.Message):
+    """One output token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """Token id."""
     logprob: _builtins.float
     """Natural logarithm, of the unmodified logits; set if asked for."""
     @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]: ...
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The most likely ones, best first, as many as were asked for."""
+
     def __init__(
         self,
         *,
@@ -238,7 +251,9 @@ class TokenChunk(_message.Message):
     be told by both sides.
     """
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """In order of output, at least one."""
+
     def __init__(
         self,
         *,
@@ -266,6 +281,7 @@ class Outcome(_message.Message):
     class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Outcome._Kind.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         KIND_UNSPECIFIED: Outcome._Kind.ValueType  # 0
+        """Not said; counts as an error."""
         KIND_HANDED_OVER: Outcome._Kind.ValueType  # 1
         """Prefill: the decode side has all KV and the first token."""
         KIND_STOP: Outcome._Kind.ValueType  # 2
@@ -277,8 +293,11 @@ class Outcome(_message.Message):
         KIND_ERROR: Outcome._Kind.ValueType  # 5
         """See reason."""
 
-    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What ended it."""
+
     KIND_UNSPECIFIED: Outcome.Kind.ValueType  # 0
+    """Not said; counts as an error."""
     KIND_HANDED_OVER: Outcome.Kind.ValueType  # 1
     """Prefill: the decode side has all KV and the first token."""
     KIND_STOP: Outcome.Kind.ValueType  # 2
@@ -297,6 +316,7 @@ class Outcome(_message.Message):
     HAND_OVER_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     kind: Global___Outcome.Kind.ValueType
+    """What ended it."""
     reason: _builtins.str
     """For people and logs; for ERROR it names what failed."""
     output_tokens: _builtins.int
@@ -327,14 +347,20 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """What happens to an attempt, message by message."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def tokens(self) -> Global___TokenChunk: ...
+    def tokens(self) -> Global___TokenChunk:
+        """Tokens were generated."""
+
     @_builtins.property
-    def outcome(self) -> Global___Outcome: ...
+    def outcome(self) -> Global___Outcome:
+        """The attempt ended; nothing follows."""
+
     def __init__(
         self,
         *,
@@ -353,13 +379,17 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
+    """Names an attempt that is no longer wanted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """As in GenerateRequest."""
     attempt: _builtins.int
+    """As in GenerateRequest."""
     reason: _builtins.str
     """For logs: "client went away", "stop string", …"""
     def __init__(
@@ -379,6 +409,8 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
+    """The attempt has ended, or will shortly."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
