@@ -175,7 +175,7 @@ async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.
         if len(jobs) > 1:
             courses.enter_context(gateway.admitted(len(jobs) - 1))
         runs = [_start(courses, http, job, name, arrived) for job, name in zip(jobs, _names(http, jobs), strict=True)]
-        answer = Answer(request, _reply(http, request, len(jobs) // len(prompts)), runs, prompt_tokens)
+        answer = Answer(request, _reply(http, request, len(jobs)), runs, prompt_tokens)
         http[PAIR] = answer.pair
         gateway.metrics.prompt_tokens.inc(prompt_tokens)
         gateway.metrics.request_prompt_tokens.observe(prompt_tokens)
@@ -210,17 +210,16 @@ async def _prompts(gateway: Gateway, request: GenerationRequest) -> list[list[in
     ]
 
 
-def _reply(http: web.Request, request: GenerationRequest, choices_per_prompt: int) -> Reply:
+def _reply(http: web.Request, request: GenerationRequest, choices: int) -> Reply:
     gateway = http.app[GATEWAY]
     vocabulary, name, created = gateway.files.vocabulary, gateway.config.served_name, int(time.time())
     if isinstance(request, ChatRequest):
         head = ReplyHead(f"chatcmpl-{http[REQUEST_ID]}", created, name)
         return ChatReply(head, vocabulary, request.wanted_logprobs, bool(request.return_token_ids))
-    echoes = [
-        "" if not request.echo else prompt if isinstance(prompt, str) else vocabulary.decode(prompt)
-        for prompt in prompts_of(request)
-        for _ in range(choices_per_prompt)
-    ]
+    echoes = [""] * choices
+    if request.echo:
+        texts = [prompt if isinstance(prompt, str) else vocabulary.decode(prompt) for prompt in prompts_of(request)]
+        echoes = [text for text in texts for _ in range(choices // len(texts))]
     head = ReplyHead(f"cmpl-{http[REQUEST_ID]}", created, name)
     return CompletionReply(head, vocabulary, request.wanted_logprobs, bool(request.return_token_ids), echoes)
 

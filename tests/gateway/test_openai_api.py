@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,11 @@ import pytest
 from gateway.errors import ApiError
 from gateway.generation_job import Job, Limits, make_jobs
 from gateway.openai_api import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
     parse_chat,
     parse_completion,
     parse_tokenize,
@@ -214,3 +220,9 @@ def test_tokenize_wants_one_of_two() -> None:
     for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "x"}]}'):
         with pytest.raises(ApiError, match="either prompt or messages"):
             parse_tokenize(body)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions])
+def test_every_field_that_is_read_is_documented(kind: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert [name for name in kind.__struct_fields__ if f"`{name}" not in text] == []
