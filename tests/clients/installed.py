@@ -45,7 +45,7 @@ def _sources() -> list[str]:
     """uv reads no pip configuration: where pip was told to look (for a CPU build of torch), uv looks too."""
     pip = [sys.executable, "-m", "pip", "config", "list"]
     told = subprocess.run(pip, check=True, capture_output=True, text=True).stdout
-    links = dict(re.findall(r"^\S*\.?(find-links|index-url)='(.*)'$", told, flags=re.MULTILINE))
+    links = dict(re.findall(r"^\S*\.(find-links|index-url)='(.*)'$", told, flags=re.MULTILINE))
     options = [f"--find-links={links['find-links']}"] if "find-links" in links else []
     return [*options, f"--default-index={links['index-url']}"] if "index-url" in links else options
 

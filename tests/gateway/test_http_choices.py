@@ -102,6 +102,28 @@ def test_several_prompts_and_choices(model_folder: Path, files: ModelFiles, stre
     run(test)
 
 
+def test_a_slow_choice_holds_up_no_other(model_folder: Path) -> None:
+    async def test() -> None:
+        others_are_done = asyncio.Event()
+
+        async def decode(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+            if request.sampling.seed == SEED:
+                await others_are_done.wait()
+            async for response in decode_by_seed(request, context):
+                yield response
+
+        async with cluster(model_folder, prefill_by_seed, decode) as c:
+            stream = await c.client.completions.create(model="m", prompt="x", n=3, seed=SEED, stream=True)
+            ended = []
+            async for chunk in stream:
+                ended += [choice.index for choice in chunk.choices if choice.finish_reason]
+                if len(ended) == 2:
+                    others_are_done.set()
+            assert sorted(ended[:2]) == [1, 2] and ended[2:] == [0]
+
+    run(test)
+
+
 def breaks_at(seed: int, *before: generation_pb2.GenerateResponse) -> Any:
     """That choice fails; the others tell a token and go on for ever."""
     fails = refuses(grpc.StatusCode.INTERNAL, "rank 1 died", *before)
