@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net idle clean
+.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net idle clean clients
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -64,7 +64,10 @@ spec: setup  ## model-check the protocol's specification with TLC (needs Java; a
 	@spec/check.sh
 
 soak: setup  ## the tests that take minutes each
-	@$(PY) -m pytest -m soak $(ARGS)
+	@$(PY) -m pytest -m "soak and not clients" $(ARGS)
+
+clients: setup  ## six clients and benchmarks of other people against a real cluster (installs 2.5 GB; minutes)
+	@$(PY) -m pytest -m clients $(ARGS)
 
 net: setup  ## hand-overs between hosts over bad networks (needs root and /dev/net/tun; minutes)
 	@$(PY) -m pytest -m net -rs $(ARGS)

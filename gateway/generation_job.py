@@ -1,13 +1,14 @@
-"""From a parsed request and its prompt's token ids to the job an instance can run.
+"""From a parsed request and its prompts' token ids to the jobs that instances can run.
 
-In: a request, token ids, the model's limits. Out: a `Job`, complete and checked, or an `ApiError`
-(400). Pure: a seed for clients that gave none is handed in.
+In: a request, token ids, the model's limits. Out: one `Job` per choice, complete and checked, or an
+`ApiError` (400). Pure: a seed for clients that gave none is handed in. Choice j of a prompt is what a
+request for one choice with the seed + j would be; without a seed, all choices of the request differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.errors import invalid
 from gateway.openai_api import ChatRequest, GenerationRequest
@@ -51,19 +52,39 @@ class Job:
     stops: tuple[str, ...]
 
 
-def make_job(request: GenerationRequest, prompt_ids: Sequence[int], limits: Limits, fresh_seed: int) -> Job:
-    prompt_param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    _check_prompt(prompt_ids, limits, prompt_param)
-    max_tokens = _max_tokens(request, len(prompt_ids), limits, prompt_param)
+def make_jobs(
+    request: GenerationRequest, prompts: Sequence[Sequence[int]], limits: Limits, fresh_seed: int
+) -> list[Job]:
+    """The jobs of all choices, in the order of their indexes: prompt by prompt."""
+    jobs: list[Job] = []
+    for at, prompt_ids in enumerate(prompts):
+        param = _prompt_param(request, at, len(prompts))
+        _check_prompt(prompt_ids, limits, param)
+        sampling = _sampling(request, len(prompt_ids), limits, param)
+        for choice in range(request.choices_per_prompt):
+            seed = fresh_seed + len(jobs) if request.seed is None else request.seed + choice
+            jobs.append(Job(prompt_ids, replace(sampling, seed=seed & _SEED_MASK), request.stops))
+    return jobs
+
+
+def _prompt_param(request: GenerationRequest, at: int, prompts: int) -> str:
+    if isinstance(request, ChatRequest):
+        return "messages"
+    return "prompt" if prompts == 1 else f"prompt[{at}]"
+
+
+def _sampling(request: GenerationRequest, prompt: int, limits: Limits, prompt_param: str) -> Sampling:
+    """Everything but the seed, which each choice has its own of."""
+    max_tokens = _max_tokens(request, prompt, limits, prompt_param)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})", "min_tokens")
-    sampling = Sampling(
+    return Sampling(
         temperature=_or(request.temperature, 1.0),
         top_p=_or(request.top_p, 1.0),
         top_k=max(request.top_k or 0, 0),  # -1 is another way to say "off"
         min_p=_or(request.min_p, 0.0),
-        seed=(fresh_seed if request.seed is None else request.seed) & _SEED_MASK,
+        seed=0,
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
@@ -74,7 +95,6 @@ def make_job(request: GenerationRequest, prompt_ids: Sequence[int], limits: Limi
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=_stop_token_ids(request, limits),
     )
-    return Job(prompt_ids, sampling, request.stops)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -46,14 +46,34 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
             log.warning("%s %s: %d %s", request[REQUEST_ID], request.path, error.status, error.message)
         return error_response(error)
     except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, body too large
-        message = f"{error.reason}: {request.method} {request.path}"
-        return error_response(ApiError(error.status, message, code=str(error.status)))
+        return _http_error(request, error)
+    except web.RequestPayloadError as error:  # a body that is not what its Content-Encoding says, or cut short
+        request.content.feed_eof()  # or aiohttp, which tries to read the rest, drops the connection with our answer
+        response = error_response(ApiError(400, f"the body cannot be read: {error}", code="unreadable_body"))
+        response.force_close()
+        return response
     except ConnectionError:
         raise  # the client has gone; there is nobody to answer
     except Exception:
         log.exception("%s %s failed", request[REQUEST_ID], request.path)
         _cut_stream(request)
         return error_response(ApiError(500, "the gateway failed", type="server_error", code="internal_error"))
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    message = f"{error.reason}: {request.method} {request.path}"
+    code = str(error.status)
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        limit = request.app[GATEWAY].config.max_body_bytes
+        message, code = f"the body is larger than {limit} bytes, the limit of this gateway", "request_too_large"
+    elif isinstance(error, web.HTTPMethodNotAllowed):
+        message, code = f"{request.path} does not take {request.method}", "method_not_allowed"
+    elif isinstance(error, web.HTTPNotFound):
+        message, code = f"there is no {request.path} here; docs/api.md lists what there is", "not_found"
+    response = error_response(ApiError(error.status, message, code=code))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
 
 
 def _cut_stream(request: web.Request) -> None:

@@ -23,7 +23,9 @@ class Metrics:
         self.requests = Counter(
             name("requests"), "Generation requests by endpoint and outcome", ["endpoint", "outcome"], registry=registry
         )
-        self.in_flight = Gauge(name("requests_in_flight"), "Generation requests running now", registry=registry)
+        self.in_flight = Gauge(
+            name("requests_in_flight"), "Generations running now; each choice of a request is one", registry=registry
+        )
         self.first_token = Histogram(
             name("time_to_first_token_seconds"), "Arrival to first token", buckets=_TTFT, registry=registry
         )

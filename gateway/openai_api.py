@@ -2,7 +2,7 @@
 
 In: the bytes of a body. Out: `ChatRequest` or `CompletionRequest`, or an `ApiError` (400) that
 names the field. Pure. Unknown fields are accepted and ignored; `null` means "not given". What
-the gateway cannot do (several choices, tools, response formats) is refused, never ignored.
+would change the answer and cannot be done (`gateway.refusals`) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.errors import ApiError, invalid
+from gateway.refusals import RefusedFields, refuse
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128  # of one request, over all its prompts
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -23,7 +25,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, frozen=True):
+class SamplingFields(RefusedFields, frozen=True, kw_only=True):
     """What both endpoints share. Names are OpenAI's; those OpenAI lacks are vLLM's."""
 
     model: str | None = None
@@ -47,6 +49,10 @@ class SamplingFields(msgspec.Struct, frozen=True):
     return_token_ids: bool | None = None
 
     @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -61,18 +67,11 @@ class SamplingFields(msgspec.Struct, frozen=True):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str = "text"
-
-
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -93,7 +92,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    add_special_tokens: bool = True
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -110,6 +109,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -118,6 +118,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
+Prompt = str | list[int]
 GenerationRequest = ChatRequest | CompletionRequest
 _Body = TypeVar("_Body", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
@@ -131,11 +132,6 @@ def parse_chat(body: bytes) -> ChatRequest:
         _within("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
         if not request.logprobs and request.top_logprobs > 0:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
-    if request.tools and request.tool_choice != "none":
-        raise invalid("tools are not supported", "tools")
-    if request.response_format is not None and request.response_format.type != "text":
-        kind = request.response_format.type
-        raise invalid(f"response_format of type '{kind}' is not supported, only 'text'", "response_format")
     _check_messages(request.messages)
     return request
 
@@ -146,11 +142,11 @@ def parse_completion(body: bytes) -> CompletionRequest:
     if request.logprobs is not None:
         _within("logprobs", request.logprobs, 0, MAX_LOGPROBS)
         if request.echo:
-            raise invalid("echo together with logprobs is not supported", "echo")
-    if request.best_of not in (None, 1):
-        raise invalid("best_of must be 1: one choice per request", "best_of")
-    if request.suffix:
-        raise invalid("suffix is not supported", "suffix")
+            raise invalid("echo with logprobs needs those of the prompt, which are not computed; drop one", "echo")
+    if request.best_of not in (None, request.choices_per_prompt):
+        raise invalid(
+            f"best_of must equal n: all of the {request.choices_per_prompt} choices are returned, unranked", "best_of"
+        )
     return request
 
 
@@ -167,18 +163,19 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return _decode(body, DetokenizeRequest)
 
 
-def prompt_of(request: CompletionRequest) -> str | list[int]:
-    """The prompt as text or as token ids. A list with one prompt is that prompt."""
+def prompts_of(request: CompletionRequest) -> list[Prompt]:
+    """Each prompt as text or as token ids. A flat list of numbers is one prompt."""
     prompt = request.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise invalid(f"prompt holds {len(prompt)} prompts; send one per request", "prompt")
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    raise invalid("prompt must be a string or a list of token ids", "prompt")
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    prompts = prompt if several else [prompt]
+    for at, one in enumerate(prompts):
+        if not (isinstance(one, str) or (isinstance(one, list) and all(type(token) is int for token in one))):
+            where = f"prompt[{at}]" if several else "prompt"
+            raise invalid(f"{where} must be a string or a list of token ids", where)
+    choices = len(prompts) * request.choices_per_prompt
+    if choices > MAX_CHOICES:
+        raise invalid(f"{choices} choices (prompts times n) are too many: at most {MAX_CHOICES}", "prompt")
+    return prompts
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -231,8 +228,8 @@ _BIGGEST = 2**31 - 1  # of the wire's integers that we fill
 
 
 def _check_sampling(request: GenerationRequest) -> None:
-    if request.n not in (None, 1):
-        raise invalid("n must be 1: one choice per request", "n")
+    refuse(request)
+    _within("n", request.n, 1, MAX_CHOICES)
     if request.max_tokens is not None and request.max_tokens < 1:
         raise _below("max_tokens", request.max_tokens, 1)
     _within("temperature", request.temperature, 0, 100)

@@ -1,13 +1,13 @@
 """Writes OpenAI-style answers.
 
-In: pieces of output, counts, how it ended. Out: the bytes of a JSON body or of SSE events. Pure.
-One `Reply` per request; the parts of a stream's events that never change are encoded once.
+In: pieces of output by choice, counts, how each choice ended. Out: the bytes of a JSON body or of SSE
+events. Pure. One `Reply` per request; the parts of a stream's events that never change are encoded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -44,11 +44,21 @@ class Usage:
         return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": total}
 
 
+@dataclass(slots=True)
+class ChoiceOutput:
+    """All that a choice generated, for an answer in one piece."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    finish_reason: str = ""
+
+
 class Reply(Protocol):
-    def opening(self) -> bytes: ...
-    def event(self, piece: Piece, finish_reason: str | None, usage: Usage | None) -> bytes: ...
+    """`index` is the choice's."""
+
+    def opening(self, index: int) -> bytes: ...
+    def event(self, index: int, piece: Piece, finish_reason: str | None, usage: Usage | None) -> bytes: ...
     def usage_event(self, usage: Usage) -> bytes: ...
-    def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> bytes: ...
+    def whole(self, choices: Sequence[ChoiceOutput], usage: Usage) -> bytes: ...
 
 
 def _frame(head: ReplyHead, object_name: str) -> bytes:
@@ -61,6 +71,11 @@ def _close(usage: Usage | None) -> bytes:
     return b"]}\n\n" if usage is None else b'],"usage":' + encode(usage.body()) + b"}\n\n"
 
 
+def _whole(head: ReplyHead, object_name: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    fields = {"id": head.id, "object": object_name, "created": head.created, "model": head.model}
+    return encode({**fields, "choices": choices, "usage": usage.body()})
+
+
 class ChatReply:
     def __init__(self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None, token_ids: bool) -> None:
         self._head = head
@@ -69,16 +84,16 @@ class ChatReply:
         self._logprobs = logprobs
         self._frame = _frame(head, "chat.completion.chunk")
 
-    def opening(self) -> bytes:
-        delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+    def opening(self, index: int) -> bytes:
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._frame + delta + b"]}\n\n"
 
-    def event(self, piece: Piece, finish_reason: str | None, usage: Usage | None) -> bytes:
+    def event(self, index: int, piece: Piece, finish_reason: str | None, usage: Usage | None) -> bytes:
         delta = b'{"content":' + encode(piece.text) + b"}" if piece.text or finish_reason is None else b"{}"
         return b"".join(
             (
                 self._frame,
-                b'{"index":0,"delta":',
+                b'{"index":%d,"delta":' % index,
                 delta,
                 b',"logprobs":',
                 encode(self._logprob_body([piece])),
@@ -93,18 +108,18 @@ class ChatReply:
     def usage_event(self, usage: Usage) -> bytes:
         return self._frame + _close(usage)
 
-    def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> bytes:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
-            "logprobs": self._logprob_body(pieces),
-            "finish_reason": finish_reason,
+    def whole(self, choices: Sequence[ChoiceOutput], usage: Usage) -> bytes:
+        bodies = [self._choice_body(index, choice) for index, choice in enumerate(choices)]
+        return _whole(self._head, "chat.completion", bodies, usage)
+
+    def _choice_body(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(piece.text for piece in choice.pieces)},
+            "logprobs": self._logprob_body(choice.pieces),
+            "finish_reason": choice.finish_reason,
         }
-        if self._token_ids:
-            choice["token_ids"] = _ids(pieces)
-        head = self._head
-        body = {"id": head.id, "object": "chat.completion", "created": head.created, "model": head.model}
-        return encode({**body, "choices": [choice], "usage": usage.body()})
+        return body | {"token_ids": _ids(choice.pieces)} if self._token_ids else body
 
     def _logprob_body(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         if self._logprobs is None or not any(piece.tokens for piece in pieces):
@@ -122,23 +137,24 @@ class ChatReply:
 
 class CompletionReply:
     def __init__(
-        self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None, token_ids: bool, echo: str
+        self, head: ReplyHead, vocabulary: Vocabulary, logprobs: int | None, token_ids: bool, echoes: Sequence[str]
     ) -> None:
         self._head = head
         self._token_ids = token_ids
         self._vocabulary = vocabulary
         self._logprobs = logprobs
-        self._echo = echo  # the prompt, where the client wants it repeated
+        self._echoes = echoes  # the prompt of each choice, where the client wants it repeated; else ""
         self._frame = _frame(head, "text_completion")
 
-    def opening(self) -> bytes:
-        return self.event(Piece(self._echo), None, None) if self._echo else b""
+    def opening(self, index: int) -> bytes:
+        echo = self._echoes[index]
+        return self.event(index, Piece(echo), None, None) if echo else b""
 
-    def event(self, piece: Piece, finish_reason: str | None, usage: Usage | None) -> bytes:
+    def event(self, index: int, piece: Piece, finish_reason: str | None, usage: Usage | None) -> bytes:
         return b"".join(
             (
                 self._frame,
-                b'{"index":0,"text":',
+                b'{"index":%d,"text":' % index,
                 encode(piece.text),
                 b',"logprobs":',
                 encode(self._logprob_body([piece])),
@@ -153,18 +169,18 @@ class CompletionReply:
     def usage_event(self, usage: Usage) -> bytes:
         return self._frame + _close(usage)
 
-    def whole(self, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> bytes:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": self._echo + "".join(piece.text for piece in pieces),
-            "logprobs": self._logprob_body(pieces),
-            "finish_reason": finish_reason,
+    def whole(self, choices: Sequence[ChoiceOutput], usage: Usage) -> bytes:
+        bodies = [self._choice_body(index, choice) for index, choice in enumerate(choices)]
+        return _whole(self._head, "text_completion", bodies, usage)
+
+    def _choice_body(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": index,
+            "text": self._echoes[index] + "".join(piece.text for piece in choice.pieces),
+            "logprobs": self._logprob_body(choice.pieces),
+            "finish_reason": choice.finish_reason,
         }
-        if self._token_ids:
-            choice["token_ids"] = _ids(pieces)
-        head = self._head
-        body = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
-        return encode({**body, "choices": [choice], "usage": usage.body()})
+        return body | {"token_ids": _ids(choice.pieces)} if self._token_ids else body
 
     def _logprob_body(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         tokens = [token for piece in pieces for token in piece.tokens]

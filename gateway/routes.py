@@ -91,10 +91,10 @@ async def tokenize(http: web.Request) -> web.Response:
     request = parse_tokenize(await http.read())
     _check_model(gateway, request.model)
     if request.messages is not None:
-        text = gateway.files.render_chat(plain_messages(request.messages), request.add_generation_prompt)
-        ids = gateway.files.encode(text, False)
+        messages, variables = plain_messages(request.messages), request.chat_template_kwargs
+        ids = await gateway.encode(gateway.files.render_chat(messages, request.add_generation_prompt, variables), False)
     else:
-        ids = gateway.files.encode(request.prompt or "", request.add_special_tokens)
+        ids = await gateway.encode(request.prompt or "", request.add_special_tokens)
     body: dict[str, Any] = {"count": len(ids), "max_model_len": gateway.limits().max_model_len, "tokens": ids}
     if request.return_token_strs:
         body["token_strs"] = [gateway.files.vocabulary.decode([token], skip_special_tokens=False) for token in ids]

@@ -1,7 +1,7 @@
 """What all handlers of one gateway share, and the two ways in and out of it.
 
-In: admitted requests and their jobs. Out: started courses. Invariants: `in_flight` never exceeds
-`max_inflight`; every started course is in `_courses` until its request has ended.
+In: admitted requests and their jobs. Out: started courses. Invariants: `in_flight`, which counts every
+choice of a request, never exceeds `max_inflight`; every started course is in `_courses` until its request has ended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from gateway.attempt import Background
 from gateway.config import GatewayConfig
 from gateway.course import Course, Means
-from gateway.errors import too_busy, unavailable
+from gateway.errors import ApiError, too_busy, unavailable
 from gateway.generation_job import Job, Limits
 from gateway.metrics import Metrics
 from gateway.model_files import ModelFiles
 from gateway.registry import Endpoints, Registry
 from gateway.router import Router
+
+_LONG_TEXT = 32_768  # characters; tokenizing more would hold up the streams of others
 
 
 class Gateway:
@@ -53,33 +55,41 @@ class Gateway:
         return "the gateway is stopping" if self.stopping else self.registry.fleet.why_no_pair()
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """A place for one generation request, from its arrival to its end."""
+    def admitted(self, places: int = 1) -> Iterator[None]:
+        """A place for a generation request, from its arrival to its end, or places for its further choices."""
         if self.stopping:
             raise unavailable("the gateway is stopping")
-        if self.in_flight >= self.config.max_inflight:
+        if self.in_flight + places > self.config.max_inflight:
             raise too_busy(self.config.max_inflight)
-        self.in_flight += 1
+        self.in_flight += places
         self._idle.clear()
-        self.metrics.in_flight.inc()
+        self.metrics.in_flight.inc(places)
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.in_flight -= places
             if self.in_flight == 0:
                 self._idle.set()
-            self.metrics.in_flight.dec()
+            self.metrics.in_flight.dec(places)
 
     @contextmanager
     def course(self, request_id: str, job: Job) -> Iterator[Course]:
-        """A started request. Leaving early ends it on both sides."""
+        """A started choice of a request. Leaving early ends it on both sides."""
         course = Course(self._means, request_id, job, self.ending_ids(job))
         self._courses[request_id] = course
         try:
             yield course
+        except ApiError:
+            course.cancel("another choice of its request failed")  # its own failure has ended it already
+            raise
         finally:
             del self._courses[request_id]
             course.cancel("client went away")
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self.files.encode, text, add_special_tokens)
+        return self.files.encode(text, add_special_tokens)
 
     def ending_ids(self, job: Job) -> tuple[int, ...]:
         """Token ids that end the request."""

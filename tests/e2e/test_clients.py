@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.prompts import prompts
+from tests.e2e.prompts import TEXTS, prompts, reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -57,6 +57,32 @@ def test_a_seed_makes_sampling_repeatable(cluster: Cluster, client: openai.OpenA
         ).choices[0].text  # fmt: skip
 
     assert ask(1) == ask(1) != ask(2)
+
+
+def test_choices_are_those_of_single_requests_with_their_seeds(cluster: Cluster, client: openai.OpenAI) -> None:
+    body = {"model": cluster.model, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 1.0, "top_p": 0.95}
+    alone = [client.completions.create(**body, seed=11 + i).choices[0].text for i in range(2)]
+    together = client.completions.create(**body, seed=11, n=2, best_of=2)
+    assert [choice.text for choice in together.choices] == alone and len(set(alone)) == 2
+    assert together.usage.completion_tokens == 2 * 8
+    streamed = ["", ""]
+    for chunk in client.completions.create(**body, seed=11, n=2, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == alone
+    cluster.assert_baseline()
+
+
+def test_several_prompts_are_each_answered_as_the_reference_answers(
+    cluster: Cluster, client: openai.OpenAI, smollm2: Path
+) -> None:
+    picked = [1, 2, 10]
+    for asked in ([TEXTS[i] for i in picked], [prompts(smollm2)[i] for i in picked]):
+        answer = client.completions.create(
+            model=cluster.model, prompt=asked, temperature=0, max_tokens=12, extra_body={"min_tokens": 12, "return_token_ids": True}
+        )  # fmt: skip
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        wanted = reference(smollm2, 64)
+        assert [choice.to_dict()["token_ids"] for choice in answer.choices] == [wanted[i][:12] for i in picked]
 
 
 def test_a_stop_string_ends_both_sides(cluster: Cluster, client: openai.OpenAI) -> None:

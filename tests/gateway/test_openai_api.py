@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.errors import ApiError
-from gateway.generation_job import Job, Limits, make_job
+from gateway.generation_job import Job, Limits, make_jobs
 from gateway.openai_api import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
     parse_chat,
     parse_completion,
     parse_tokenize,
     plain_messages,
-    prompt_of,
+    prompts_of,
 )
 
 LIMITS = Limits(max_model_len=100, vocab_size=1000)
@@ -30,8 +36,12 @@ def completion(**fields: Any) -> bytes:
 
 
 def job(body: bytes, prompt: int = 10) -> Job:
+    return jobs(body, [1] * prompt)[0]
+
+
+def jobs(body: bytes, *prompts: list[int]) -> list[Job]:
     parsed = parse_chat(body) if b"messages" in body else parse_completion(body)
-    return make_job(parsed, [1] * prompt, LIMITS, fresh_seed=42)
+    return make_jobs(parsed, prompts, LIMITS, fresh_seed=42)
 
 
 def refusal(body: bytes) -> ApiError:
@@ -70,7 +80,8 @@ def test_everything_given() -> None:
 def test_unknown_and_null_fields_are_fine() -> None:
     nulls = dict.fromkeys(("logprobs", "stop", "seed", "max_tokens", "stream_options", "logit_bias", "n", "top_p"))
     assert job(completion(best_of=1, frobnicate={"x": 1}, user="me", **nulls)).sampling.max_tokens == 16
-    assert job(chat(frobnicate=True, tools=[], response_format={"type": "text"}, **nulls))
+    assert job(chat(frobnicate=True, tools=[], tool_choice="auto", response_format={"type": "text"}, **nulls))
+    assert job(chat(tools=[{"type": "function"}], tool_choice="none", skip_special_tokens=True, suffix=""))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +109,10 @@ def test_unknown_and_null_fields_are_fine() -> None:
         (completion(stop=""), "stop"),
         (completion(stop=[1]), "stop[0]"),
         (completion(stop_token_ids=[1000]), "stop_token_ids"),
-        (completion(n=2), "n"),
+        (completion(n=129), "n"),
         (chat(n=0), "n"),
         (completion(best_of=2), "best_of"),
+        (completion(n=2, best_of=3), "best_of"),
         (completion(suffix="x"), "suffix"),
         (completion(logprobs=21), "logprobs"),
         (completion(logprobs=True), "logprobs"),
@@ -110,6 +122,13 @@ def test_unknown_and_null_fields_are_fine() -> None:
         (chat(logprobs=True, top_logprobs=21), "top_logprobs"),
         (chat(tools=[{"type": "function"}]), "tools"),
         (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(response_format={"type": "json_schema", "json_schema": {}}), "response_format"),
+        (chat(tool_choice="required"), "tool_choice"),
+        (chat(functions=[{"name": "f"}]), "functions"),
+        (completion(prompt_logprobs=0), "prompt_logprobs"),
+        (completion(use_beam_search=True), "use_beam_search"),
+        (completion(guided_regex="a+"), "guided_regex"),
+        (completion(skip_special_tokens=False), "skip_special_tokens"),
         (chat(stream="yes"), "stream"),
         (chat(stream_options={"include_usage": 1}), "stream_options.include_usage"),
         (chat(messages=[]), "messages"),
@@ -141,21 +160,52 @@ def test_too_long_names_both_numbers() -> None:
 
 
 def test_prompts() -> None:
-    def prompt(value: Any) -> str | list[int]:
-        return prompt_of(parse_completion(completion(prompt=value)))
+    def prompts(value: Any, **fields: Any) -> list[str | list[int]]:
+        return prompts_of(parse_completion(completion(prompt=value, **fields)))
 
-    assert prompt("a") == prompt(["a"]) == "a"
-    assert prompt([1, 2]) == prompt([[1, 2]]) == [1, 2]
-    for wrong in (["a", "b"], [[1], [2]], 5, None, [1, "a"], [True], {"a": 1}, [1.5]):
+    assert prompts("a") == prompts(["a"]) == ["a"]
+    assert prompts([1, 2]) == prompts([[1, 2]]) == [[1, 2]]
+    assert prompts([]) == [[]], "one prompt, which is then found to be empty"
+    assert prompts(["a", "b"]) == ["a", "b"]
+    assert prompts([[1], [2, 3], "c"]) == [[1], [2, 3], "c"]
+    wrong: list[tuple[Any, str]] = [
+        (5, "prompt"), (None, "prompt"), ([1, "a"], "prompt"), ([True], "prompt"), ({"a": 1}, "prompt"),
+        ([1.5], "prompt"), (["a", 1], "prompt[1]"), ([[1], [1, "a"]], "prompt[1]"), (["a"] * 129, "prompt"),
+    ]  # fmt: skip
+    for value, param in wrong:
         with pytest.raises(ApiError) as caught:
-            prompt(wrong)
-        assert caught.value.param == "prompt"
+            prompts(value)
+        assert caught.value.param == param
+    with pytest.raises(ApiError, match="130 choices"):
+        prompts(["a", "b"], n=65)
+
+
+def test_choices_are_what_single_requests_with_their_seeds_would_be() -> None:
+    two = jobs(completion(n=2, seed=7, max_tokens=5), [1], [2, 2])
+    assert [(list(j.prompt_ids), j.sampling.seed) for j in two] == [([1], 7), ([1], 8), ([2, 2], 7), ([2, 2], 8)]
+    for each in two:
+        alone = jobs(completion(seed=each.sampling.seed, max_tokens=5), list(each.prompt_ids))
+        assert alone == [each]
+    unseeded = jobs(chat(n=3), [1])
+    assert [j.sampling.seed for j in unseeded] == [42, 43, 44]
+    several = jobs(completion(), [1], [1])
+    assert several[0].sampling.seed != several[1].sampling.seed, "the same prompt twice gives two answers"
+    assert jobs(completion(seed=2**63 - 1, n=2), [1])[1].sampling.seed == 0, "seeds stay in the wire's range"
+
+
+def test_of_several_prompts_the_wrong_one_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        jobs(completion(), [1], [])
+    assert caught.value.param == "prompt[1]"
+    with pytest.raises(ApiError, match="leaves no room") as caught:
+        jobs(completion(), [1] * 100, [1])
+    assert caught.value.param == "prompt[0]"
 
 
 @pytest.mark.parametrize("ids", [[], [1, -1], [1000], [2**70]])
 def test_prompt_ids_are_checked(ids: list[int]) -> None:
     with pytest.raises(ApiError) as caught:
-        make_job(parse_completion(completion(prompt=ids)), ids, LIMITS, 0)
+        jobs(completion(prompt=ids), ids)
     assert caught.value.param == "prompt"
 
 
@@ -170,3 +220,9 @@ def test_tokenize_wants_one_of_two() -> None:
     for body in (b"{}", b'{"prompt": "a", "messages": [{"role": "user", "content": "x"}]}'):
         with pytest.raises(ApiError, match="either prompt or messages"):
             parse_tokenize(body)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, StreamOptions])
+def test_every_field_that_is_read_is_documented(kind: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert [name for name in kind.__struct_fields__ if f"`{name}" not in text] == []
