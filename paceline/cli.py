@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from bench import options as bench_options
 from paceline.config import default_run_dir
 from paceline.engine_options import (
     ADDRESS,
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_certs(commands)
     _add_replay(commands)
     _add_transfer_bench(commands)
+    _add_bench(commands)
     _add_gateway(commands)
     for role in ("prefill", "decode"):
         _add_instance(commands, role)
@@ -157,6 +159,20 @@ def _add_transfer_bench(commands: argparse._SubParsersAction[argparse.ArgumentPa
     parser = commands.add_parser("transfer-bench", help=about, description="M" + about[1:] + ".")
     add_transfer_bench_options(parser)
     parser.set_defaults(run=_run_transfer_bench)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "measure a server that speaks OpenAI's API"
+    parser = commands.add_parser("bench", help=about, description=about.capitalize() + ".")
+    kinds = parser.add_subparsers(dest="measure", required=True, metavar="KIND")
+    for name, add, what in (
+        ("serve", bench_options.add_serve, "put a load on it: latencies, throughputs, goodput"),
+        ("compare", bench_options.add_compare, "put the same load on several, in turn: ratios to the first"),
+        ("profile", bench_options.add_profile, "put a load on it and show where the time goes"),
+    ):
+        kind = kinds.add_parser(name, help=what, description=what.capitalize() + ".")
+        add(kind)
+        kind.set_defaults(run=_run_bench)
 
 
 def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -293,6 +309,22 @@ def _run_transfer_bench(options: argparse.Namespace) -> int:
     from paceline.transfer_bench.run import run
 
     return run(options)
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    match options.measure:
+        case "serve":
+            from bench.serve import serve
+
+            return serve(options)
+        case "compare":
+            from bench.compare import compare
+
+            return compare(options)
+        case _:
+            from bench.breakdown import profile
+
+            return profile(options)
 
 
 def _run_gateway(options: argparse.Namespace) -> int:

@@ -1,0 +1,128 @@
+"""`paceline bench compare`: several servers under the same load, in turn, and their ratios to the first.
+
+In: targets (URLs, or option sets of `paceline up`, for each of which a cluster is started here). Every round puts the
+same requests on every target, in an order drawn anew, so that what slows the machine hits all alike; each round has
+requests of its own, so that no cache answers twice. Out: per figure the median over the rounds, and the median of
+the rounds' own ratios to the first target with a bootstrap confidence interval. Exit code 1 if a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+import numpy
+
+from bench.local_cluster import started_cluster
+from bench.run import RunError, run
+from bench.serve import plain, window_of
+from bench.summary import Summary, summarise
+
+RESAMPLES, CONFIDENCE = 4000, 0.95
+# Figure → how it is taken from a summary.
+FIGURES = {
+    "TTFT median, ms": lambda s: s.latency_ms["ttft"].median,
+    "TTFT p99, ms": lambda s: s.latency_ms["ttft"].p99,
+    "TPOT median, ms": lambda s: s.latency_ms["tpot"].median,
+    "ITL p99, ms": lambda s: s.latency_ms["itl"].p99,
+    "E2E median, ms": lambda s: s.latency_ms["e2e"].median,
+    "output tokens/s": lambda s: s.output_tokens_per_s,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    figure: str
+    target: str
+    median: float
+    ratio: float  # median over the rounds of target / first
+    low: float
+    high: float
+
+
+def compare(options: argparse.Namespace) -> int:
+    targets = [parse_target(text) for text in options.targets]
+    if len({name for name, _ in targets}) != len(targets):
+        raise SystemExit("paceline bench: two targets have the same name")
+    with ExitStack() as stack:
+        urls = {name: _url(stack, what) for name, what in targets}
+        try:
+            rounds = asyncio.run(_rounds(options, urls))
+        except (RunError, ValueError) as error:
+            raise SystemExit(f"paceline bench: {error}") from error
+    lines = lines_of(rounds, options.seed)
+    print("\n".join(table(lines)))
+    if options.json is not None:
+        body = {"options": {k: plain(v) for k, v in vars(options).items() if k not in ("api_key", "run")},
+                "lines": lines, "rounds": rounds}  # fmt: skip
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n")
+    return int(any(summary.failed for each in rounds for summary in each.values()))
+
+
+def parse_target(text: str) -> tuple[str, str]:
+    name, equals, what = text.partition("=")
+    if not equals or not name or not (what.startswith(("http://", "https://")) or what.split()[:1] == ["up"]):
+        raise SystemExit(f"paceline bench: {text!r} is neither NAME=http://… nor NAME='up OPTIONS'")
+    return name, what
+
+
+def _url(stack: ExitStack, what: str) -> str:
+    if what.startswith("http"):
+        return what
+    return stack.enter_context(started_cluster(shlex.split(what)[1:])).url
+
+
+async def _rounds(options: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Summary]]:
+    chance = Random(f"{options.seed}/order")
+    rounds = []
+    for number in range(options.rounds):
+        found: dict[str, Summary] = {}
+        for name in chance.sample(list(urls), len(urls)):
+            finished = await run(options, urls[name], options.seed * 1000 + number)
+            found[name] = summarise(finished.records, window_of(options.window, finished), dict(options.slo))
+            print(f"round {number + 1} of {options.rounds}: {name}: {found[name].completed} whole,"
+                  f" {found[name].failed} failed", file=sys.stderr, flush=True)  # fmt: skip
+        rounds.append({name: found[name] for name in urls})
+    return rounds
+
+
+def lines_of(rounds: Sequence[dict[str, Summary]], seed: int) -> list[Line]:
+    """Figures that a round lacks (all of its requests failed, or had one token) are left out."""
+    lines = []
+    names = list(rounds[0])
+    for figure, take in FIGURES.items():
+        values: dict[str, list[float]] = {}
+        try:
+            values = {name: [take(each[name]) for each in rounds] for name in names}
+        except KeyError:
+            continue
+        for name in names:
+            ratios = [own / first for own, first in zip(values[name], values[names[0]], strict=True) if first]
+            if ratios:
+                low, high = median_interval(ratios, seed)
+                lines.append(
+                    Line(figure, name, float(numpy.median(values[name])), float(numpy.median(ratios)), low, high)
+                )
+    return lines
+
+
+def median_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """Percentile bootstrap of the median; the same seed gives the same interval."""
+    data = numpy.asarray(values)
+    drawn = numpy.random.default_rng(seed).integers(0, len(data), size=(RESAMPLES, len(data)))
+    medians = numpy.median(data[drawn], axis=1)
+    low, high = numpy.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def table(lines: Sequence[Line]) -> list[str]:
+    rows = [f"{'figure':18} {'target':16} {'median':>10} {'ratio':>7}  {CONFIDENCE:.0%} interval"]
+    rows += [f"{x.figure:18} {x.target:16} {x.median:10.2f} {x.ratio:7.3f}  {x.low:.3f} to {x.high:.3f}" for x in lines]
+    return rows
