@@ -32,8 +32,8 @@ from pipeline.io.instance_config import model_name
 from pipeline.io.supervisor import Phase, Supervisor
 from security.channels import bind
 from security.secrets import Secrets
+from transfer.messages import PROTOCOL_VERSION
 
-PROTOCOL_VERSION = 1  # of the link and transfer protocol
 _LARGEST_MESSAGE = 16 << 20
 _UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
