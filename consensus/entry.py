@@ -63,7 +63,7 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True):
     """One attempt as submitted. `timeout` is in microseconds from the entry that opens it.
 
     The last `resumed` ids of `prompt` are output that earlier attempts told: KV is computed for them as for a prompt,
-    but they count as output.
+    but they count as output. `token` opens the attempt's room at the prefill side; it is in no `repr`, hence no log.
     """
 
     key: Key
@@ -72,6 +72,11 @@ class RequestSpec(msgspec.Struct, frozen=True, array_like=True):
     peer: PeerRef
     timeout: int
     resumed: int = 0
+    token: bytes = b""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "token")
+        return f"RequestSpec({', '.join(shown)})"
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):

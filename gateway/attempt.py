@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ log = logging.getLogger("paceline.gateway")
 # Later than the instances' own timeout, so that theirs, which names the stage, is the one told.
 CALL_SLACK_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
+ROOM_TOKEN_BYTES = 16
 
 
 class Background:
@@ -83,9 +85,10 @@ class Attempt:
     def start(self, job: Job, delivered: Sequence[int], timeout_s: float) -> None:
         """Goes on behind the tokens that earlier attempts delivered."""
         self._merge = Merge(delivered)
+        token = secrets.token_bytes(ROOM_TOKEN_BYTES)
         for side in Side:
             here, peer = self.pair.of(side), self.pair.of(side.other)
-            request = generate_request(self.request_id, self.number, job, delivered, here, peer, timeout_s)
+            request = generate_request(self.request_id, self.number, job, delivered, here, peer, timeout_s, token)
             reader = self.background.start(self._read(side, request))
             # Not in the reader itself: one cancelled before its first step would never say so.
             reader.add_done_callback(lambda _, side=side: self.on_side_end(side))  # type: ignore[misc]

@@ -131,6 +131,7 @@ def generate_request(
     instance: Instance,
     peer: Instance,
     timeout_s: float,
+    room_token: bytes,
 ) -> generation_pb2.GenerateRequest:
     """What `instance` is asked. `delivered`: output of earlier attempts, behind which this one goes on."""
     return generation_pb2.GenerateRequest(
@@ -142,6 +143,7 @@ def generate_request(
         timeout_s=timeout_s,
         resumed=len(delivered),
         epoch=instance.epoch,
+        room_token=room_token,
     )
 
 

@@ -6,7 +6,7 @@ rank 0 only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from consensus.entry import Ballot, Entry, Key, PeerRef, TokenOut, Trailer
 from consensus.store import Update
@@ -45,6 +45,7 @@ class OpenRoom:
     key: Key
     peer: PeerRef
     prompt_len: int
+    token: bytes = field(default=b"", repr=False)  # which decode's ranks show and prefill's ranks expect
 
 
 @dataclass(frozen=True, slots=True)

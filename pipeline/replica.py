@@ -280,7 +280,7 @@ class Replica(ABC):
         self.attempts[key.room] = self.rooms[key.room] = key
         self.digest.note("open", key.request, key.attempt, len(spec.prompt), spec.resumed)
         self._enter(request)
-        self.emit(OpenRoom(key, spec.peer, len(spec.prompt)))
+        self.emit(OpenRoom(key, spec.peer, len(spec.prompt), spec.token))
 
     def _enter(self, request: Request) -> None:
         self.states[request.state][request.key] = request

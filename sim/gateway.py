@@ -101,7 +101,9 @@ class GatewayModel:
         for side in Side:
             other = attempt.names[side.other]
             epoch = 0 if plan.any_epoch else world.epochs[other]
-            spec = RequestSpec(key, prompt, params, PeerRef(other, other, epoch), plan.timeout, resumed)
+            spec = RequestSpec(
+                key, prompt, params, PeerRef(other, other, epoch), plan.timeout, resumed, key.room.encode()
+            )
             attempt.open[side] = None
             for _ in range(1 + (plan.twice and key.attempt == 0)):
                 world.to_instance(attempt.names[side], self._submitted, attempt, side, spec)

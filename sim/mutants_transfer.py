@@ -191,6 +191,10 @@ def no_parking_tombstone() -> Patches:
     return [(SendingSide, "_park", park)]
 
 
+def token_unchecked() -> Patches:
+    return [(SendingRoom, "opened_by", lambda self, token: True)]
+
+
 def tail_not_lived() -> Patches:
     def after(self: RankProcess, delay: int, action: Callable[..., object], *args: Any) -> None:
         self.world.clock.after(delay, action, *args)

@@ -106,6 +106,7 @@ MUTATIONS: dict[str, Mutation] = {
     "no_close_tombstone": Mutation(
         "a closed room leaves no tombstone for late destinations", transfer.no_close_tombstone, "aborts"
     ),
+    "token_unchecked": Mutation("whoever names a room may speak for its target", transfer.token_unchecked),
     "no_parking_tombstone": Mutation(
         "destinations that find no place leave no tombstone", transfer.no_parking_tombstone, "early"
     ),

@@ -16,7 +16,7 @@ from sim.engine import SimEngine
 from sim.link import REDIAL, SILENCE, Link
 from sim.rules import Memory
 from transfer.actions import Grant, NeedPeer, Observe, Peer, ReceiverAction, Revoke, Send, SenderAction, Submit, Verify
-from transfer.messages import Again, Finished, RoomMessage, Stopped
+from transfer.messages import Again, Destinations, Failed, Finished, RoomMessage, Stop, Stopped
 from transfer.plan import Topology, TransferPlan
 from transfer.receiver import ReceivingSide
 from transfer.sender import SendingSide
@@ -49,10 +49,11 @@ class SendingPort:
 
     def perform(self, effect: RoomEffect) -> None:
         match effect:
-            case OpenRoom(key, peer, prompt_len):
-                actions = self.side.open(key.room, peer.instance, peer.epoch, prompt_len)
+            case OpenRoom(key, peer, prompt_len, token):
+                actions = self.side.open(key.room, peer.instance, peer.epoch, prompt_len, token)
                 self._memory.opened(key.room, peer, actions)
                 self.apply(actions)
+                self._forge(key.room, peer.instance, prompt_len)
             case StartSender(room, pages):
                 self.apply(self.side.start(room, pages))
             case FirstToken(room, payload):
@@ -79,6 +80,16 @@ class SendingPort:
         if dead:
             self._memory.died(instance, epoch)
         self.apply(self.side.peer_lost(instance, epoch, reason, dead))
+
+    def _forge(self, room: str, instance: str, prompt_len: int) -> None:
+        """Somebody who knows the room's name but not its token speaks for its target ranks, and hears the answer."""
+        pages = tuple(range(-(-prompt_len // self.topology.page_size)))
+        for peer in [peer for peer in self._bound if peer.instance == instance]:
+            for forged in (Destinations(room, prompt_len, pages, b"forged"), Stop(room, "forged", b"forged")):
+                actions = self.side.on_message(peer, forged)
+                self.apply(
+                    [a for a in actions if not isinstance(a, Send) or not isinstance(a.message, Failed | Stopped)]
+                )
 
     # -- for the links -------------------------------------------------------------------------------
 
@@ -160,8 +171,8 @@ class ReceivingPort:
 
     def perform(self, effect: RoomEffect) -> None:
         match effect:
-            case OpenRoom(key, peer, prompt_len):
-                actions = self.side.open(key.room, peer.instance, peer.epoch, prompt_len)
+            case OpenRoom(key, peer, prompt_len, token):
+                actions = self.side.open(key.room, peer.instance, peer.epoch, prompt_len, token)
                 self._memory.opened(key.room, peer, actions)
                 self.apply(actions)
             case SendDestinations(room, pages):

@@ -17,7 +17,7 @@ from msgspec import Meta
 from .plan import Topology
 from .regions import RegionTable
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME = 4 << 20
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -25,6 +25,7 @@ Reason = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
 Pages = Annotated[tuple[Annotated[int, Meta(ge=0, le=(1 << 40))], ...], Meta(max_length=1 << 18)]
 Endpoint = Annotated[bytes, Meta(max_length=1 << 16)]  # libraries need hundreds of bytes
+Token = Annotated[bytes, Meta(max_length=64)]
 Payload = Annotated[bytes, Meta(max_length=1 << 20)]
 
 
@@ -71,11 +72,12 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class Destinations(msgspec.Struct, frozen=True, tag=True):
-    """The pages of mine that hold the room's prompt of `tokens` positions."""
+    """The pages of mine that hold the room's prompt of `tokens` positions. `token` shows that the room is mine."""
 
     room: Name
     tokens: Count
     pages: Pages
+    token: Token = b""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +85,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
     room: Name
     reason: Reason
+    token: Token = b""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

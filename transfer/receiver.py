@@ -131,9 +131,10 @@ class ReceivingSide:
 
     # ---- the log
 
-    def open(self, room: str, instance: str, epoch: int, prompt_len: int) -> list[ReceiverAction]:
+    def open(self, room: str, instance: str, epoch: int, prompt_len: int, token: bytes = b"") -> list[ReceiverAction]:
+        """`token` shows its source ranks that the room is ours."""
         assert room not in self._rooms and prompt_len > 0, f"{room} of {prompt_len} positions"
-        record = ReceivingRoom(room, instance, epoch, prompt_len, self._checksums, self._leased)
+        record = ReceivingRoom(room, instance, epoch, prompt_len, self._checksums, self._leased, token)
         self._rooms[room] = record
         self.counters.opened += 1
         over = self._over.pop(room)

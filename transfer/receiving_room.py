@@ -64,7 +64,10 @@ class Origin:
 
 
 class ReceivingRoom:
-    def __init__(self, room: str, instance: str, epoch: int, prompt_len: int, checksums: bool, leased: bool) -> None:
+    def __init__(
+        self, room: str, instance: str, epoch: int, prompt_len: int, checksums: bool, leased: bool, token: bytes = b""
+    ) -> None:
+        self._shown = token
         self.room, self.instance, self.epoch, self.prompt_len = room, instance, epoch, prompt_len
         self.state = Receiving.HANDSHAKING
         self.reason = ""
@@ -116,7 +119,7 @@ class ReceivingRoom:
             return []
         assert self._plan is not None
         assert len(pages) * self._plan.source.page_size >= self.prompt_len, "too few pages for the prompt"
-        self._sent = Destinations(self.room, self.prompt_len, tuple(pages))
+        self._sent = Destinations(self.room, self.prompt_len, tuple(pages), self._shown)
         self._become(Receiving.RECEIVING)
         leave: list[ReceiverAction] = [Grant(self.room, self._sent.pages)] if self._leased else []
         return leave + [Send(origin.peer, self._sent) for origin in self.origins.values()]
@@ -218,7 +221,7 @@ class ReceivingRoom:
     def ask_for_fences(self) -> list[ReceiverAction]:
         """Also those who never learnt our pages are told, so that they end their side."""
         return [
-            Send(origin.peer, Stop(self.room, self.reason[:1000]))
+            Send(origin.peer, Stop(self.room, self.reason[:1000], self._shown))
             for origin in self.origins.values()
             if not origin.fenced
         ]
@@ -229,7 +232,7 @@ class ReceivingRoom:
         if origin is None or origin.fenced:
             return []
         if self.state is Receiving.FAILED:
-            return [Send(peer, Stop(self.room, self.reason[:1000]))]
+            return [Send(peer, Stop(self.room, self.reason[:1000], self._shown))]
         if self.state is Receiving.RECEIVING and self._sent is not None:
             return [Send(peer, self._sent), *(Send(peer, Again(self.room, number)) for number in origin.again)]
         return []

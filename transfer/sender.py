@@ -6,7 +6,8 @@ what peers said, which handles ended. Out: actions; the shell only carries them 
 Invariants: what a peer says of a room the log has not opened is parked, or leaves a
 tombstone that fails the room when it opens; `Stop` of an ended or unknown room is
 answered with `Stopped`, since nothing is in flight and the tombstone keeps it so; a
-room with a handle in flight or of unknown fate is never forgotten, closed or not.
+room with a handle in flight or of unknown fate is never forgotten, closed or not;
+nothing happens to a room for what is said with another token than its own.
 
 A handle belongs to the engine that got it. Engines are counted: `retire_engine` ends
 the giving to one, `engine_replaced` says that it is destroyed (its handles read nothing
@@ -35,6 +36,7 @@ class SenderCounters:
     done: int = 0
     failed: int = 0
     foreign: int = 0  # a message about a room of another incarnation
+    unauthorized: int = 0  # a message with another token than its room's
     unexpected: int = 0  # a message that a decode rank never sends
     again: int = 0  # slices that arrived damaged, says the peer
     stray: int = 0  # a completion nobody waits for
@@ -75,6 +77,7 @@ class SendingSide:
         self._plans: dict[str, dict[int, TransferPlan]] = {}  # instance -> epoch; epochs that are connected
         self._lost: Remembered[str] = Remembered(remembered)  # "instance#epoch" -> reason
         self._over: Remembered[str] = Remembered(remembered)  # room -> reason
+        self._stopped: Remembered[str] = Remembered(remembered)  # room and token of a Stop that came early -> reason
         self._parked_rooms, self._parked_pages = parked_rooms, parked_pages
         self._parked: Remembered[dict[Peer, Destinations]] = Remembered(parked_rooms)
         self._handles: dict[int, _Handle] = {}
@@ -149,15 +152,18 @@ class SendingSide:
 
     # ---- the log
 
-    def open(self, room: str, instance: str, epoch: int, prompt_len: int) -> list[SenderAction]:
+    def open(self, room: str, instance: str, epoch: int, prompt_len: int, token: bytes = b"") -> list[SenderAction]:
+        """`token` is what the target side must show."""
         assert room not in self._rooms and prompt_len > 0, f"{room} of {prompt_len} positions"
         layers = self.topology.shards[self.rank].layers
         page_size = self.topology.page_size
-        record = SendingRoom(room, instance, epoch, prompt_len, layers, page_size, self._checksums, self._allocate)
+        record = SendingRoom(
+            room, instance, epoch, prompt_len, layers, page_size, self._checksums, self._allocate, token
+        )
         self._rooms[room] = record
         self.counters.opened += 1
         parked = self._parked.pop(room) or {}
-        over = self._over.get(room) or self._lost.get(f"{instance}#{epoch}")
+        over = self._over.get(room) or self._stopped.get(_early(room, token)) or self._lost.get(f"{instance}#{epoch}")
         if over is not None:
             return self._ending(record, record.fail(over))
         actions: list[SenderAction] = []
@@ -278,10 +284,16 @@ class SendingSide:
     def _on_destinations(self, peer: Peer, message: Destinations) -> list[SenderAction]:
         room = self._rooms.get(message.room)
         if room is None:
-            over = self._over.get(message.room)
+            over = self._over.get(message.room) or self._stopped.get(_early(message.room, message.token))
             if over is not None:
                 return [Send(peer, Failed(message.room, over[:1000])), Send(peer, Stopped(message.room))]
             return self._park(peer, message)
+        if not room.opened_by(message.token):
+            self.counters.unauthorized += 1
+            if peer.rank in room.flows and room.fits(peer.instance, peer.epoch):
+                return []  # it has shown the right one before; who says this is somebody else
+            reason = "the room was opened with another token"
+            return [Send(peer, Failed(message.room, reason)), Send(peer, Stopped(message.room))]
         plan = self._plans.get(peer.instance, {}).get(peer.epoch)
         if not room.fits(peer.instance, peer.epoch) or plan is None:
             self.counters.foreign += 1
@@ -302,6 +314,11 @@ class SendingSide:
         waiting[peer] = message
         self._parked.put(message.room, waiting)
         return []
+
+    def _drop_parked(self, room: str, token: bytes) -> None:
+        kept = {peer: early for peer, early in (self._parked.pop(room) or {}).items() if early.token != token}
+        if kept:
+            self._parked.put(room, kept)
 
     def _unpark(self, instance: str, epoch: int) -> None:
         """What this incarnation said about rooms that our log has not opened is void."""
@@ -324,9 +341,13 @@ class SendingSide:
     def _on_stop(self, peer: Peer, message: Stop) -> list[SenderAction]:
         room = self._rooms.get(message.room)
         if room is None:
-            self._parked.pop(message.room)
-            self._over.put(message.room, self._over.get(message.room) or f"stopped: {message.reason}")
+            self._drop_parked(message.room, message.token)
+            self._stopped.put(_early(message.room, message.token), f"stopped: {message.reason}")
             return [Send(peer, Stopped(message.room))]
+        if not room.opened_by(message.token):
+            self.counters.unauthorized += 1
+            known = peer.rank in room.flows and room.fits(peer.instance, peer.epoch)
+            return [] if known else [Send(peer, Stopped(message.room))]
         if not room.fits(peer.instance, peer.epoch):
             self.counters.foreign += 1
             return [Send(peer, Stopped(message.room))]
@@ -349,3 +370,7 @@ class SendingSide:
         if room.quiet:
             self._rooms.pop(room.room, None)
         return [action for action in actions if not isinstance(action, Observe)]
+
+
+def _early(room: str, token: bytes) -> str:
+    return f"{room}#{token.hex()}"

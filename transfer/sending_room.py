@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from hmac import compare_digest
 
 from .actions import Observe, Peer, Send, SenderAction, Submit
 from .extents import extents, spans
@@ -104,9 +105,11 @@ class SendingRoom:
         page_size: int,
         checksums: bool,
         allocate: Callable[[SendingRoom, int], int],
+        token: bytes = b"",
     ) -> None:
         """`allocate(room, target rank)` hands out a handle that nothing else ever had."""
         self.room, self.instance, self.epoch, self.prompt_len = room, instance, epoch, prompt_len
+        self._expected = token
         self._allocate = allocate
         self._page_size = page_size
         self._checksums = checksums
@@ -146,6 +149,10 @@ class SendingRoom:
 
     def fits(self, instance: str, epoch: int) -> bool:
         return self.instance == instance and self.epoch in (0, epoch)
+
+    def opened_by(self, token: bytes) -> bool:
+        """Whether whoever says this may speak for the target side."""
+        return compare_digest(self._expected, token)
 
     # ---- what happens to it
 

@@ -47,11 +47,11 @@ class DecodePort:
 
     def perform(self, effect: RoomEffect) -> list[Observation]:
         match effect:
-            case OpenRoom(key, peer, prompt_len):
+            case OpenRoom(key, peer, prompt_len, token):
                 self._addresses[peer.instance] = peer.address
                 if peer.epoch == 0 or peer.epoch > self._epochs.get(peer.instance, 0):
                     self._ask(peer.instance, peer.epoch)
-                return self._seen(self._port.open(key.room, peer.instance, peer.epoch, prompt_len))
+                return self._seen(self._port.open(key.room, peer.instance, peer.epoch, prompt_len, token))
             case SendDestinations(room, pages):
                 return self._seen(self._port.send_destinations(room, pages))
             case StopRoom(room, reason):

@@ -18,6 +18,7 @@ from paceline_proto.v1 import generation_pb2
 _LONGEST_NAME = 256
 _LONGEST_ID = 200  # with the attempt's number it names a room and a lease
 _LONGEST_TIMEOUT_S = 86400.0
+_LONGEST_TOKEN = 64
 _MOST_LOGPROBS = 20
 _MOST_IDS = 1024  # biased ids, stop ids
 _SEEDS = 1 << 63
@@ -59,6 +60,8 @@ def spec_of(request: generation_pb2.GenerateRequest, limits: Limits) -> RequestS
         raise Refused(f"peer needs instance_id and address of at most {_LONGEST_NAME} characters; they are {given}")
     if peer.instance_id == limits.instance:
         raise Refused(f"peer is {peer.instance_id!r}, which is this very instance; a pair is two instances")
+    if len(request.room_token) > _LONGEST_TOKEN:
+        raise Refused(f"room_token has {len(request.room_token)} bytes; at most {_LONGEST_TOKEN} are taken")
     timeout = request.timeout_s or limits.default_timeout_s
     _check_range("timeout_s", timeout, 0.001, _LONGEST_TIMEOUT_S)
     return RequestSpec(
@@ -68,6 +71,7 @@ def spec_of(request: generation_pb2.GenerateRequest, limits: Limits) -> RequestS
         peer=PeerRef(peer.instance_id, peer.address, peer.epoch),
         timeout=int(timeout * 1e6),
         resumed=request.resumed,
+        token=request.room_token,
     )
 
 

@@ -34,8 +34,8 @@ from pipeline.io.instance_config import model_name
 from pipeline.io.supervisor import Phase, Supervisor
 from security.channels import bind
 from security.secrets import Secrets
+from transfer.messages import PROTOCOL_VERSION
 
-PROTOCOL_VERSION = 1  # of the link and transfer protocol
 _LARGEST_MESSAGE = 16 << 20
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,

@@ -22,8 +22,8 @@ class PrefillPort:
 
     def perform(self, effect: RoomEffect) -> list[Observation]:
         match effect:
-            case OpenRoom(key, peer, prompt_len):
-                return _seen(self._port.open(key.room, peer.instance, peer.epoch, prompt_len))
+            case OpenRoom(key, peer, prompt_len, token):
+                return _seen(self._port.open(key.room, peer.instance, peer.epoch, prompt_len, token))
             case StartSender(room, pages):
                 return _seen(self._port.start(room, pages))
             case FirstToken(room, payload):
@@ -56,8 +56,10 @@ class PrefillPort:
             "transfers_failed": side.counters.failed,
             "handles_failed": engines.handles_failed,
             "slices_sent_again": side.counters.again,
+            "rooms_unauthorized": side.counters.unauthorized,
             "engine_replacements": slot.replacements,
             "frames_dropped": link.malformed + link.unbound,
+            "peers_refused": self._port.link.refused,
         }
         queues = {
             "unproven_handles": side.unproven(),  # they hold our pages until their engine is replaced

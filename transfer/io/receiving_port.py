@@ -181,8 +181,10 @@ class ReceivingPort:
 
     # ---- the log
 
-    def open(self, room: str, instance: str, epoch: int, prompt_len: int) -> list[Observe | NeedPeer]:
-        return self._apply(self.side.open(room, instance, epoch, prompt_len))
+    def open(
+        self, room: str, instance: str, epoch: int, prompt_len: int, token: bytes = b""
+    ) -> list[Observe | NeedPeer]:
+        return self._apply(self.side.open(room, instance, epoch, prompt_len, token))
 
     def send_destinations(self, room: str, pages: Sequence[int]) -> list[Observe | NeedPeer]:
         return self._apply(self.side.send_destinations(room, pages))

@@ -152,8 +152,8 @@ class SendingPort:
 
     # ---- the log and the executor
 
-    def open(self, room: str, instance: str, epoch: int, prompt_len: int) -> list[Observe]:
-        return self._apply(self.side.open(room, instance, epoch, prompt_len))
+    def open(self, room: str, instance: str, epoch: int, prompt_len: int, token: bytes = b"") -> list[Observe]:
+        return self._apply(self.side.open(room, instance, epoch, prompt_len, token))
 
     def start(self, room: str, pages: Sequence[int]) -> list[Observe]:
         return self._apply(self.side.start(room, pages))

@@ -134,6 +134,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ROOM_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique for ever; the gateway makes it (a client's X-Request-Id is not it)."""
     attempt: _builtins.int
@@ -146,6 +147,10 @@ class GenerateRequest(_message.Message):
     """
     epoch: _builtins.int
     """The incarnation of this instance that is meant; 0 is any. A call that is repeated after a restart is refused."""
+    room_token: _builtins.bytes
+    """What the ranks of the decode side show to those of the prefill side to open the hand-over of this attempt: drawn
+    by the gateway for each attempt, the same on both sides, told to nobody else. At most 64 bytes.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What KV is computed for: the prompt's token ids, at least one, and then the `resumed` ones."""
@@ -169,10 +174,11 @@ class GenerateRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         resumed: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        room_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "peer", b"peer", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "peer", b"peer", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumed", b"resumed", "room_token", b"room_token", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
