@@ -21,7 +21,7 @@ from gateway.attempt import CALL_SLACK_S
 from gateway.course import Course
 from gateway.errors import ApiError, model_not_found, request_failed, timed_out
 from gateway.generation_job import Job, make_job
-from gateway.http_shell import GATEWAY, JSON_HEADERS, PAIR, REQUEST_ID, STREAMING
+from gateway.http_shell import GATEWAY, JSON_HEADERS, PAIR, REQUEST_ID, STREAMING, WATCH
 from gateway.merge import Ending
 from gateway.openai_api import (
     ChatRequest,
@@ -35,6 +35,7 @@ from gateway.openai_api import (
 from gateway.openai_replies import DONE, ChatReply, CompletionReply, Reply, ReplyHead, Usage, error_event
 from gateway.output import Output, Piece
 from gateway.service import Gateway
+from gateway.watch import RequestWatch, watched
 
 log = logging.getLogger("paceline.gateway")
 
@@ -64,7 +65,7 @@ class Run:
     course: Course
     output: Output
     reply: Reply
-    arrived: float
+    watch: RequestWatch
 
     @property
     def usage(self) -> Usage:
@@ -72,7 +73,7 @@ class Run:
 
     async def updates(self) -> AsyncIterator[Update]:
         """What the client may see, batch by batch; the last one has the finish reason. Failure raises."""
-        last, first = self.arrived, True
+        last, first = self.watch.breakdown.arrived, True
         while True:
             batch = await self.course.next_batch()
             if batch.tokens:
@@ -107,12 +108,18 @@ async def completions(http: web.Request) -> web.StreamResponse:
 
 async def _counted(http: web.Request, endpoint: str) -> web.StreamResponse:
     gateway = http.app[GATEWAY]
-    arrived = time.monotonic()
+    with watched(gateway.metrics, gateway.tracer, f"POST {http.path}", http.headers, time.monotonic()) as watch:
+        http[WATCH] = watch
+        return await _observed(http, endpoint, watch)
+
+
+async def _observed(http: web.Request, endpoint: str, watch: RequestWatch) -> web.StreamResponse:
+    gateway, arrived = http.app[GATEWAY], watch.breakdown.arrived
     outcome = "failed"
     try:
         with gateway.admitted():
             async with asyncio.timeout(gateway.config.request_timeout_s + _DEADLINE_SLACK_S):
-                response, outcome = await _serve(http, endpoint, arrived)
+                response, outcome = await _serve(http, endpoint, watch)
         return response
     except ApiError as error:
         outcome = "rejected" if error.status < 500 else "failed"
@@ -127,11 +134,12 @@ async def _counted(http: web.Request, endpoint: str) -> web.StreamResponse:
         outcome = "client_gone"
         raise
     finally:
+        watch.outcome = outcome
         gateway.metrics.requests.labels(endpoint, outcome).inc()
         gateway.metrics.duration.observe(time.monotonic() - arrived)
 
 
-async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.StreamResponse, str]:
+async def _serve(http: web.Request, endpoint: str, watch: RequestWatch) -> tuple[web.StreamResponse, str]:
     gateway = http.app[GATEWAY]
     body = await http.read()
     request: GenerationRequest = parse_chat(body) if endpoint == "chat" else parse_completion(body)
@@ -140,12 +148,14 @@ async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.
         raise model_not_found(request.model)
     job = make_job(request, await _prompt_ids(gateway, request), gateway.limits(), random.getrandbits(63))
     request_id = http[REQUEST_ID]
+    watch.parsed()
+    watch.span.describe({"request.id": request_id, "prompt.tokens": len(job.prompt_ids)})
     with gateway.course(request_id, job) as course:
         http[PAIR] = course.pair
         gateway.metrics.prompt_tokens.inc(len(job.prompt_ids))
         gateway.metrics.request_prompt_tokens.observe(len(job.prompt_ids))
         run = Run(
-            gateway, request, job, course, _output(gateway, job), _reply(gateway, request, job, request_id), arrived
+            gateway, request, job, course, _output(gateway, job), _reply(gateway, request, job, request_id), watch
         )
         try:
             return await (_stream(http, run) if request.stream else _collect(http, run))
@@ -220,6 +230,7 @@ async def _stream(http: web.Request, run: Run) -> tuple[web.StreamResponse, str]
                 data += DONE
             if data:
                 await response.write(data)
+                run.watch.delivered()
     except ApiError as error:
         if response is None:
             raise

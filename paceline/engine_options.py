@@ -43,6 +43,7 @@ SHARED = (
     ("stage_timeout", "stage_timeout"),
     ("drain_timeout", "drain_timeout"),
     ("load_timeout", "load_timeout"),
+    ("otlp", "otlp"),
 )
 
 
@@ -77,6 +78,7 @@ AT_LEAST_ONE = checked(positive, "number")
 AT_LEAST_ZERO = checked(natural, "number")
 SIZE = checked(parse_size, "size")
 ADDRESS = checked(parse_address, "address")
+ADDRESS_OR_NONE = checked(lambda text: parse_address(text) if text else "", "address")
 PORT = checked(parse_port, "port")
 
 
@@ -98,6 +100,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder with the weights (default: SmolLM2-135M-Instruct)",
     )
     group.add_argument("--model-name", default="", metavar="NAME", help="name clients use (default: the folder's)")
+
+
+def add_tracing_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("tracing").add_argument(
+        "--otlp", type=ADDRESS_OR_NONE, default="", metavar="HOST:PORT",
+        help="send OpenTelemetry traces to this OTLP/gRPC collector (default: none; needs the extra otel)",
+    )  # fmt: skip
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +170,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--checksum", choices=("xxh3", "none"), default="xxh3",
         help="of each KV page that is handed over; both sides alike (default: xxh3)",
     )  # fmt: skip
+    add_tracing_option(parser)
     group = parser.add_argument_group("deadlines, in seconds")
     group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="of a request (default: 600)")
     group.add_argument(
@@ -241,6 +251,7 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         run_dir=str((options.run_dir / options.instance).absolute()),
         listen=options.listen,
         advertise=options.advertise,
+        metrics=options.metrics,
         pp_size=options.pp,
         layers=options.layers,
         **{field: getattr(options, option) for option, field in SHARED},

@@ -35,6 +35,8 @@ def gateway_arguments(options: argparse.Namespace, model: Path) -> list[str]:
     arguments = ["--model", str(model), "--host", options.host, "--port", str(options.port)]
     if options.model_name:
         arguments += ["--model-name", options.model_name]
+    if options.otlp:
+        arguments += ["--otlp", options.otlp]
     for option, value in (
         ("--max-inflight", options.max_inflight),
         ("--request-timeout-s", options.request_timeout),

@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from pipeline.io.address import advertised_host, join_host_port, split_host_port
+from pipeline.io.attempt_metrics import AttemptMetrics
 from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
+from pipeline.io.metrics_server import MetricsServer
+from pipeline.io.observers import Observers
 from pipeline.io.run_folder import RunFolder, RunFolderError
 from pipeline.io.service import Server
 from pipeline.io.supervisor import Supervisor
+from telemetry.otlp import make_tracer
 
 __all__ = ["ConfigError", "DaemonConfig", "ModelFacts", "main", "serve"]
 
@@ -54,7 +59,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
         return asyncio.run(serve(config, facts))
     except (OSError, ValueError, RunFolderError) as error:
-        # ConfigError, BadAddress, and the errors of JSON and of the model folder are all ValueErrors.
+        # ConfigError, BadAddress, NoSdk, and the errors of JSON and of the model folder are all ValueErrors.
         log.error("refused to start: %s", error)
         return REFUSED
 
@@ -62,7 +67,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
 async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     """Runs the instance until it is told to stop (0) or gives up (1).
 
-    Raises `ConfigError`, `BadAddress` or `RunFolderError` if it cannot start.
+    Raises `ConfigError`, `BadAddress`, `NoSdk` or `RunFolderError` if it cannot start.
     """
     max_model_len = facts.max_model_len(config)
     host = advertised_host(config.listen, config.advertise)
@@ -70,7 +75,10 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     folder.take()
     try:
         supervisor = Supervisor(config, facts, host, folder)
-        server = Server(supervisor, max_model_len)
+        registry = CollectorRegistry()
+        tracer = make_tracer(config.otlp, f"paceline-{config.role}", config.instance)
+        server = Server(supervisor, max_model_len, Observers(config.role, AttemptMetrics(registry), tracer))
+        metrics = MetricsServer(registry, supervisor)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop, f"received {number.name}")
@@ -81,9 +89,13 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
         log.info("[%s] %s instance at %s, epoch %d, loading %s on %d ranks", config.instance, config.role,
                  server.instance.address, supervisor.epoch, config.model, config.pp_size)  # fmt: skip
         try:
+            if config.metrics:
+                log.info("[%s] metrics at %s", config.instance, await metrics.start(config.metrics))
             return await supervisor.run()
         finally:
             await server.stop(_STREAMS_GRACE_S)
+            await metrics.stop()
+            tracer.close()
     finally:
         folder.release()
 

@@ -45,9 +45,13 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """KV of the batch is in this rank's pool."""
+    """KV of the batch is in this rank's pool. The times are µs of the monotonic clock: it was taken from the queue,
+    the hidden states it needs were there, it was computed (on the last rank: and sampled)."""
 
     batch: Batch
+    began: int
+    fed: int
+    ended: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +153,18 @@ class Executor:
             self._tell(Died(f"executor at {self.executing() or 'start'}: {type(error).__name__}: {error}"))
 
     def _execute(self, batch: Batch) -> None:
+        began = now_us()
         hidden = self._in.receive(batch.tick, batch.tokens, self._timeout) if self._in else None
+        fed = now_us()
         output = self._model.forward(batch.rows, hidden)
         if self._out is not None:
+            ended = now_us()
             self._out.send(batch.tick, output.hidden, self._timeout)
-            self._tell(Ran(batch))
+            self._tell(Ran(batch, began, fed, ended))
             return
         samples = [row.sample for row in batch.rows if row.sample is not None]
         chosen = self._sampler(output.logits, samples) if samples else ()
-        self._tell(Ran(batch))
+        self._tell(Ran(batch, began, fed, now_us()))
         self._tell(Sampled(Return(batch.tick, tuple(TokenOut(c.token, c.logprob, c.top) for c in chosen))))
 
     def _wrote(self, layer: int) -> None:
@@ -185,3 +192,7 @@ class Executor:
     def _tell(self, event: Event) -> None:
         self._events.put(event)
         os.eventfd_write(self.fd, 1)
+
+
+def now_us() -> int:
+    return time.monotonic_ns() // 1000

@@ -27,6 +27,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank_module: str = ""  # what a rank process runs; set by the entry point
     listen: str = "127.0.0.1:0"  # of the gRPC server; port 0 takes any free one
     advertise: str = ""  # host that others are told; "": the one of `listen`
+    metrics: str = ""  # host:port of /metrics; "": none
+    otlp: str = ""  # host:port of a collector of traces; "": none
     model_name: str = ""  # "": the folder's name
     pp_size: int = 1
     layers: str = ""  # layers per rank, "8,7,8,7"; "": balanced by cost

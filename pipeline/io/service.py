@@ -1,4 +1,4 @@
-"""The gRPC server of an instance: `Generation`, `Bootstrap`, `Admin`, standard health and reflection.
+"""The gRPC server of an instance: `Generation`, `Bootstrap`, `Admin`, `Timeline`, standard health and reflection.
 
 In: the supervisor's state. Out: answers about it. Invariants: it answers in every phase; health is
 SERVING exactly while requests are taken; a second daemon on the same port is an error, not a sharing.
@@ -24,21 +24,25 @@ from paceline_proto.v1 import (
     common_pb2,
     generation_pb2,
     generation_pb2_grpc,
+    timeline_pb2,
+    timeline_pb2_grpc,
 )
 from pipeline.io.address import BadAddress
 from pipeline.io.generation import GenerationService
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
+from pipeline.io.observers import Observers
 from pipeline.io.supervisor import Phase, Supervisor
+from pipeline.io.timeline_service import ROLES, TimelineService
 
 PROTOCOL_VERSION = 1  # of the link and transfer protocol
 _LARGEST_MESSAGE = 16 << 20
 _UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
-_ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     bootstrap_pb2.DESCRIPTOR.services_by_name["Bootstrap"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+    timeline_pb2.DESCRIPTOR.services_by_name["Timeline"].full_name,
 )
 
 
@@ -54,8 +58,8 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
         supervisor, config, facts = self._supervisor, self._supervisor.config, self._supervisor.facts
         current = supervisor.incarnation
         return bootstrap_pb2.DescribeResponse(
-            instance=self._instance(),
-            role=_ROLES[config.role],
+            instance=self.ref(),
+            role=ROLES[config.role],
             serving=supervisor.serving,
             not_serving_reason=supervisor.not_serving_reason(),
             protocol_version=PROTOCOL_VERSION,
@@ -83,8 +87,8 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             ranks[0].counters["daemon_frames_dropped"] = current.frames_dropped
             ranks[0].counters["daemon_events_unclaimed"] = supervisor.attempts.unknown
         return admin_pb2.StatusResponse(
-            instance=self._instance(),
-            role=_ROLES[supervisor.config.role],
+            instance=self.ref(),
+            role=ROLES[supervisor.config.role],
             phase=supervisor.phase,
             ranks=ranks,
             restarts=supervisor.restarts,
@@ -92,7 +96,7 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             pid=os.getpid(),
         )
 
-    def _instance(self) -> common_pb2.InstanceRef:
+    def ref(self) -> common_pb2.InstanceRef:
         return common_pb2.InstanceRef(
             instance_id=self._supervisor.config.instance, address=self.address, epoch=self._supervisor.epoch
         )
@@ -146,7 +150,7 @@ def _clamped(values: Mapping[str, int], most: int) -> dict[str, int]:
 class Server:
     """Binds, serves, and keeps the health service in step with the phase."""
 
-    def __init__(self, supervisor: Supervisor, max_model_len: int) -> None:
+    def __init__(self, supervisor: Supervisor, max_model_len: int, observers: Observers) -> None:
         config, self._supervisor = supervisor.config, supervisor
         self._server: Any = grpc.aio.server(
             options=[
@@ -163,7 +167,10 @@ class Server:
         self._health = HealthServicer()
         self._background: set[asyncio.Task[None]] = set()
         self.instance = InstanceService(supervisor, max_model_len)
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(supervisor, max_model_len), self._server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(
+            GenerationService(supervisor, max_model_len, observers), self._server
+        )
+        timeline_pb2_grpc.add_TimelineServicer_to_server(TimelineService(supervisor, self.instance.ref), self._server)
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self.instance, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
