@@ -61,6 +61,11 @@ class Recorder:
         self._records.append(record)
         self._fresh.append(record)
 
+    @property
+    def latest(self) -> Record:
+        """Of the entry applied last; there must have been one."""
+        return self._records[-1]
+
     def records(self) -> list[Record]:
         return list(self._records)
 

@@ -21,6 +21,7 @@ from gateway.config import GatewayConfig
 from gateway.generation_job import Job
 from gateway.instances import Pair, Side
 from gateway.merge import Deliver, Ending, Event, Finish, Merge, Token
+from gateway.watch import watch_call
 from gateway.wire import Link, cancelled_by_us, generate_request, refused_for_draining, tell
 from paceline_proto.v1 import generation_pb2
 
@@ -111,12 +112,18 @@ class Attempt:
         self._close(Finish(Ending.FAILED, reason, status), reason, cancel=True)
 
     async def _read(self, side: Side, request: generation_pb2.GenerateRequest) -> None:
+        watch = watch_call(side, self.pair, self.number)
         try:
-            call = self.links[side].generation.Generate(request, timeout=request.timeout_s + CALL_SLACK_S)
+            call = self.links[side].generation.Generate(
+                request, timeout=request.timeout_s + CALL_SLACK_S, metadata=watch.metadata()
+            )
             async for response in call:
-                self._happened(tell(self._merge, side, response))
+                events = tell(self._merge, side, response)
+                watch.heard(response, any(isinstance(event, Deliver) for event in events))
+                self._happened(events)
             self._happened(self._merge.broke(side, "", "its stream ended without an outcome"))
         except grpc.aio.AioRpcError as error:
+            watch.failed(error.code().name)
             self._broke(side, error.code().name, error.details() or "no details", refused_for_draining(error))
         except asyncio.CancelledError:
             if not cancelled_by_us():
@@ -128,6 +135,8 @@ class Attempt:
         except Exception:
             log.exception("%s: reading the %s side failed", self.request_id, side.value)
             self._happened(self._merge.close(Finish(Ending.FAILED, "the gateway failed", "INTERNAL")))
+        finally:
+            watch.ended()
 
     def _broke(self, side: Side, status: str, reason: str, draining: bool = False) -> None:
         log.debug("%s: %s call: %s: %s", self.request_id, side.value, status, reason)

@@ -34,6 +34,7 @@ class GatewayConfig:
     describe_timeout_s: float = 3.0
     keepalive_s: float = 5.0  # gRPC ping on connections with calls in flight
     keepalive_timeout_s: float = 5.0  # no answer for so long: the connection is dead
+    otlp: str = ""  # host:port of an OTLP/gRPC collector of traces; "": none
     drain_s: float = 5.0  # how long a side whose story no longer matters may take to end by itself
 
     def __post_init__(self) -> None:

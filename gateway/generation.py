@@ -23,7 +23,7 @@ from gateway.attempt import CALL_SLACK_S
 from gateway.course import Course
 from gateway.errors import ApiError, invalid, model_not_found, request_failed, timed_out
 from gateway.generation_job import Job, make_jobs
-from gateway.http_shell import GATEWAY, JSON_HEADERS, PAIR, REQUEST_ID, STREAMING
+from gateway.http_shell import GATEWAY, JSON_HEADERS, PAIR, REQUEST_ID, STREAMING, WATCH
 from gateway.instances import Pair
 from gateway.interleaved import interleaved
 from gateway.merge import Ending
@@ -47,6 +47,7 @@ from gateway.openai_replies import (
 )
 from gateway.output import Output, Piece
 from gateway.service import Gateway
+from gateway.watch import RequestWatch, watched
 
 log = logging.getLogger("paceline.gateway")
 
@@ -72,7 +73,7 @@ class Run:
     gateway: Gateway
     course: Course
     output: Output
-    arrived: float
+    arrived: float  # the request; monotonic
 
     async def updates(self) -> AsyncIterator[Update]:
         """What the client may see, batch by batch; the last one has the finish reason. Failure raises."""
@@ -134,12 +135,18 @@ async def completions(http: web.Request) -> web.StreamResponse:
 
 async def _counted(http: web.Request, endpoint: str) -> web.StreamResponse:
     gateway = http.app[GATEWAY]
-    arrived = time.monotonic()
+    with watched(gateway.metrics, gateway.tracer, f"POST {http.path}", http.headers, time.monotonic()) as watch:
+        http[WATCH] = watch
+        return await _observed(http, endpoint, watch)
+
+
+async def _observed(http: web.Request, endpoint: str, watch: RequestWatch) -> web.StreamResponse:
+    gateway, arrived = http.app[GATEWAY], watch.breakdown.arrived
     outcome = "failed"
     try:
         with gateway.admitted():
             async with asyncio.timeout(gateway.config.request_timeout_s + _DEADLINE_SLACK_S):
-                response, outcome = await _serve(http, endpoint, arrived)
+                response, outcome = await _serve(http, endpoint, watch)
         return response
     except ApiError as error:
         outcome = "rejected" if error.status < 500 else "failed"
@@ -154,11 +161,12 @@ async def _counted(http: web.Request, endpoint: str) -> web.StreamResponse:
         outcome = "client_gone"
         raise
     finally:
+        watch.outcome = outcome
         gateway.metrics.requests.labels(endpoint, outcome).inc()
         gateway.metrics.duration.observe(time.monotonic() - arrived)
 
 
-async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.StreamResponse, str]:
+async def _serve(http: web.Request, endpoint: str, watch: RequestWatch) -> tuple[web.StreamResponse, str]:
     gateway = http.app[GATEWAY]
     body = await http.read()
     request: GenerationRequest = parse_chat(body) if endpoint == "chat" else parse_completion(body)
@@ -171,10 +179,12 @@ async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.
         most = gateway.config.max_inflight
         raise invalid(f"the request asks for {len(jobs)} choices, but at most {most} run here at once", "n")
     prompt_tokens = sum(len(prompt) for prompt in prompts)
+    watch.parsed()
+    watch.span.describe({"request.id": http[REQUEST_ID], "prompt.tokens": prompt_tokens})
     with ExitStack() as courses:
         if len(jobs) > 1:
             courses.enter_context(gateway.admitted(len(jobs) - 1))
-        runs = [_start(courses, http, job, name, arrived) for job, name in zip(jobs, _names(http, jobs), strict=True)]
+        runs = [_start(courses, http, job, name) for job, name in zip(jobs, _names(http, jobs), strict=True)]
         answer = Answer(request, _reply(http, request, len(jobs)), runs, prompt_tokens)
         http[PAIR] = answer.pair
         gateway.metrics.prompt_tokens.inc(prompt_tokens)
@@ -191,11 +201,11 @@ def _names(http: web.Request, jobs: Sequence[Job]) -> list[str]:
     return [request_id] if len(jobs) == 1 else [f"{request_id}-{index}" for index in range(len(jobs))]
 
 
-def _start(courses: ExitStack, http: web.Request, job: Job, name: str, arrived: float) -> Run:
+def _start(courses: ExitStack, http: web.Request, job: Job, name: str) -> Run:
     gateway = http.app[GATEWAY]
     course = courses.enter_context(gateway.course(name, job))
     output = Output(gateway.files.vocabulary, job.stops, job.sampling.min_tokens, gateway.ending_ids(job))
-    return Run(gateway, course, output, arrived)
+    return Run(gateway, course, output, http[WATCH].breakdown.arrived)
 
 
 async def _prompts(gateway: Gateway, request: GenerationRequest) -> list[list[int]]:
@@ -267,6 +277,7 @@ async def _stream(http: web.Request, answer: Answer) -> tuple[web.StreamResponse
                     data += (reply.usage_event(answer.usage) if request.include_usage else b"") + DONE
                 if data:
                     await response.write(data)
+                    http[WATCH].delivered()
     except ApiError as error:
         if response is None:
             raise

@@ -16,12 +16,14 @@ from gateway.errors import ApiError
 from gateway.instances import Pair
 from gateway.openai_replies import encode
 from gateway.service import Gateway
+from gateway.watch import RequestWatch
 
 log = logging.getLogger("paceline.gateway")
 
 GATEWAY: web.AppKey[Gateway] = web.AppKey("gateway", Gateway)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # an answer has begun
+WATCH: web.RequestKey[RequestWatch] = web.RequestKey("watch", RequestWatch)
 PAIR: web.RequestKey[Pair] = web.RequestKey("pair", Pair)
 
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -89,6 +91,9 @@ async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
     usable = 0 < len(theirs) <= _LONGEST_CLIENT_ID and theirs.isprintable()
     response.headers["X-Request-Id"] = theirs if usable else ours
     response.headers["X-Paceline-Mode"] = "disaggregated"
+    watch = http.get(WATCH)
+    if watch is not None and watch.breakdown.told:
+        response.headers["Server-Timing"] = watch.breakdown.server_timing()
     pair = http.get(PAIR)
     if pair is not None:
         response.headers["X-Paceline-Prefill"] = pair.prefill.instance_id

@@ -6,11 +6,14 @@ In: observations. Out: the text of /metrics. All names begin with `paceline_gate
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from gateway.instances import Fleet
 
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_PHASE = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -31,6 +34,20 @@ class Metrics:
         )
         self.inter_token = Histogram(
             name("inter_token_seconds"), "Between consecutive tokens of a request", buckets=_ITL, registry=registry
+        )
+        self._phases = Histogram(
+            name("phase_seconds"),
+            "Parts of the time to first token, one after the other, up to the first write to the client",
+            ["phase"],
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self._attempt_phases = Histogram(
+            name("attempt_phase_seconds"),
+            "Phases of whole attempts, as the instances tell with their outcome",
+            ["side", "phase"],
+            buckets=_PHASE,
+            registry=registry,
         )
         self.duration = Histogram(name("request_seconds"), "Arrival to the end", buckets=_E2E, registry=registry)
         self.attempts = Counter(name("attempts"), "Attempts started on a pair of instances", registry=registry)
@@ -65,6 +82,14 @@ class Metrics:
             count, seconds = count - 1, 0.0
         for _ in range(count):
             self.inter_token.observe(seconds / count)
+
+    def first_token_phases(self, parts: Iterable[tuple[str, float]]) -> None:
+        for name, seconds in parts:
+            self._phases.labels(name).observe(seconds)
+
+    def attempt_phases(self, side: str, parts: Iterable[tuple[str, float]]) -> None:
+        for name, seconds in parts:
+            self._attempt_phases.labels(side, name).observe(seconds)
 
     def resumed(self, reason: str, first: bool) -> None:
         """A request goes on after a failure; `first`: after its first one."""

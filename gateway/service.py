@@ -19,6 +19,7 @@ from gateway.metrics import Metrics
 from gateway.model_files import ModelFiles
 from gateway.registry import Endpoints, Registry
 from gateway.router import Router
+from telemetry.otlp import make_tracer
 
 _LONG_TEXT = 32_768  # characters; tokenizing more would hold up the streams of others
 
@@ -28,6 +29,7 @@ class Gateway:
         self.config = config
         self.files = files
         self.metrics = Metrics()
+        self.tracer = make_tracer(config.otlp, "paceline-gateway", f"{config.host}:{config.port}")
         self.registry = Registry(config, files.highest_token_id)
         self.router = Router()
         self.stopping = False
@@ -46,6 +48,7 @@ class Gateway:
         finally:
             await self._background.close()
             await self.registry.close()
+            self.tracer.close()
 
     def limits(self) -> Limits:
         """What fits every instance that serves now, or the model itself while none does."""

@@ -24,7 +24,7 @@ PURE_FOLDERS = ("consensus", "pipeline", "prefill", "decode", "transfer")
 PURE_GATEWAY = (
     "router", "policies", "instances", "merge", "detokenize", "breaker", "resume", "stop_strings", "output", "errors",
     "generation_job",
-    "openai_api", "openai_replies", "key_limits", "refusals",
+    "openai_api", "openai_replies", "key_limits", "refusals", "phases",
 )  # fmt: skip
 
 # fmt: off

@@ -51,6 +51,7 @@ class ChildSpec:
     command: tuple[str, ...]
     log: Path
     probe: Callable[[], Awaitable[Answer]]  # raises when there is no answer
+    metrics: str = ""  # host:port where it serves Prometheus, besides its address
     environment: dict[str, str] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from bench import options as bench_options
 from paceline.config import default_run_dir
 from paceline.engine_options import (
     ADDRESS,
+    ADDRESS_OR_NONE,
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
     LAYERS,
@@ -23,6 +24,7 @@ from paceline.engine_options import (
     add_registration_options,
     add_secrets_option,
     add_security_options,
+    add_tracing_option,
     check_ranks,
     daemon_config,
     model_folder,
@@ -53,6 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_status(commands)
     add_operator_commands(commands)
+    _add_top(commands)
+    _add_timeline(commands)
     _add_doctor(commands)
     _add_certs(commands)
     _add_replay(commands)
@@ -102,6 +106,33 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "status", help=about, description=about.capitalize() + ". Exit code 1 if an instance does not answer."
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    _add_asked(parser)
+    parser.set_defaults(run=_run_status)
+
+
+def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "watch requests, tokens, pages, batches and bubbles of every rank, once a second"
+    parser = commands.add_parser("top", help=about, description=about.capitalize() + ". Ctrl-C ends it.")
+    parser.add_argument("--once", action="store_true", help="one picture of one second, then exit")
+    _add_asked(parser)
+    parser.set_defaults(run=_run_top)
+
+
+def _add_timeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "show what every rank did and when: a trace for Perfetto, or a table of bubbles"
+    parser = commands.add_parser(
+        "timeline", help=about, description=about.capitalize() + ". Exit code 1 if an instance does not answer."
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a trace (Chrome's JSON format) there")
+    parser.add_argument("--summary", action="store_true", help="print per rank how long it computed, and its bubbles")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, metavar="N", help="only the last N seconds (default: all that is kept)"
+    )
+    _add_asked(parser)
+    parser.set_defaults(run=_run_timeline)
+
+
+def _add_asked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         type=ADDRESS,
@@ -112,7 +143,6 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
     add_secrets_option(parser)
     _add_run_dir(parser)
-    parser.set_defaults(run=_run_status)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -193,6 +223,7 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--port", type=PORT, default=8000, help="default: %(default)s")
     add_security_options(parser)
     add_model_options(parser)
+    add_tracing_option(parser)
     group = parser.add_argument_group("limits")
     add_key_options(group)
     group.add_argument(
@@ -248,6 +279,13 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
         help="address that others reach it by (default: the one it listens on)",
     )
     add_security_options(group)
+    group.add_argument(
+        "--metrics",
+        type=ADDRESS_OR_NONE,
+        default="",
+        metavar="HOST:PORT",
+        help="serve Prometheus metrics there (default: not)",
+    )
     group.add_argument("--pp", type=AT_LEAST_ONE, default=1, metavar="P", help="pipeline ranks (default: 1)")
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
@@ -275,6 +313,22 @@ def _run_status(options: argparse.Namespace) -> int:
     from paceline.status import status
 
     return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json, options.secrets))
+
+
+def _run_top(options: argparse.Namespace) -> int:
+    from paceline.top import top
+
+    return asyncio.run(top(options.run_dir, options.address, options.timeout, options.once))
+
+
+def _run_timeline(options: argparse.Namespace) -> int:
+    from paceline.timeline import timeline
+
+    if options.out is None and not options.summary:
+        raise SystemExit("paceline: timeline needs --out FILE, --summary, or both")
+    return asyncio.run(
+        timeline(options.run_dir, options.address, options.seconds, options.out, options.summary, options.timeout)
+    )
 
 
 def _run_doctor(options: argparse.Namespace) -> int:

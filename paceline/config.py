@@ -28,6 +28,7 @@ class Part(msgspec.Struct, kw_only=True):
     role: str  # "prefill", "decode" or "gateway"
     address: str  # host:port
     log: str
+    metrics: str = ""  # host:port of an instance's /metrics
     pid: int = 0  # 0 while it is not running
 
 
@@ -68,6 +69,17 @@ def cluster_secrets(folder: str) -> Secrets | None:
         return load_if(folder)
     except SecretsError as error:
         raise SystemExit(f"paceline: {error}") from error
+
+
+def instance_addresses(run_dir: Path) -> list[str]:
+    """Of the instances of the cluster that runs there. Ends the command if there is none."""
+    cluster = read_cluster(run_dir)
+    if cluster is None:
+        raise SystemExit(
+            f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
+            "or name instances with --address"
+        )
+    return [part.address for part in cluster.instances]
 
 
 def default_run_dir() -> Path:

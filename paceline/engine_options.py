@@ -44,6 +44,7 @@ SHARED = (
     ("stage_timeout", "stage_timeout"),
     ("drain_timeout", "drain_timeout"),
     ("load_timeout", "load_timeout"),
+    ("otlp", "otlp"),
 )
 
 
@@ -78,6 +79,7 @@ AT_LEAST_ONE = checked(positive, "number")
 AT_LEAST_ZERO = checked(natural, "number")
 SIZE = checked(parse_size, "size")
 ADDRESS = checked(parse_address, "address")
+ADDRESS_OR_NONE = checked(lambda text: parse_address(text) if text else "", "address")
 PORT = checked(parse_port, "port")
 
 
@@ -163,6 +165,13 @@ def gateways(options: argparse.Namespace) -> tuple[str, ...]:
         raise SystemExit(f"paceline: PACELINE_GATEWAY: {error}") from error
 
 
+def add_tracing_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("tracing").add_argument(
+        "--otlp", type=ADDRESS_OR_NONE, default="", metavar="HOST:PORT",
+        help="send OpenTelemetry traces to this OTLP/gRPC collector (default: none; needs the extra otel)",
+    )  # fmt: skip
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     group = parser.add_argument_group("engine")
@@ -224,6 +233,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--checksum", choices=("xxh3", "none"), default="xxh3",
         help="of each KV page that is handed over; both sides alike (default: xxh3)",
     )  # fmt: skip
+    add_tracing_option(parser)
     group = parser.add_argument_group("deadlines, in seconds")
     group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="of a request (default: 600)")
     group.add_argument(
@@ -307,6 +317,7 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         secrets=str(Path(options.secrets).absolute()) if options.secrets else "",
         insecure=options.insecure,
         gateways=gateways(options),
+        metrics=options.metrics,
         pp_size=options.pp,
         layers=options.layers,
         **{field: getattr(options, option) for option, field in SHARED},

@@ -33,13 +33,22 @@ class Plan:
 def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> Plan:
     roles = ["prefill"] * options.prefill_instances + ["decode"] * options.decode_instances
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
-    addresses = [f"127.0.0.1:{free}" for free in free_ports("127.0.0.1", len(roles))]
+    free = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2 * len(roles))]
+    addresses, metrics = free[: len(roles)], free[len(roles) :]
     secrets = cluster_secrets(options.secrets)
     instances = [InstanceProbe(address, secrets) for address in addresses]
-    parts = list(zip(roles, names, addresses, strict=True))
+    parts = list(zip(roles, names, addresses, metrics, strict=True))
     specs = [
-        _spec(name, role, address, _instance_command(options, role, name, address, model, run_dir), run_dir, probe)
-        for (role, name, address), probe in zip(parts, instances, strict=True)
+        _spec(
+            name,
+            role,
+            address,
+            _instance_command(options, role, name, address, told, model, run_dir),
+            run_dir,
+            probe,
+            told,
+        )
+        for (role, name, address, told), probe in zip(parts, instances, strict=True)
     ]
     model_name = options.model_name or model.name
     # A gateway that listens on every address is asked on loopback.
@@ -51,20 +60,22 @@ def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> 
         f"--shutdown-grace {GATEWAY_GRACE}"
     ).split()
     command += ["--model", str(model), "--model-name", model_name, *repeat_security(options), *repeat_keys(options)]
+    command += ["--otlp", options.otlp] if options.otlp else []
     for role in ("prefill", "decode"):
-        command += [f"--{role}", *(address for of, _, address in parts if of == role)]
+        command += [f"--{role}", *(address for of, _, address, _ in parts if of == role)]
     specs.append(_spec("gateway", "gateway", f"{host}:{port}", command, run_dir, gateway))
     return Plan(specs, url, model_name, run_dir, lambda: close_all([*instances, gateway]))
 
 
 def _instance_command(
-    options: argparse.Namespace, role: str, name: str, address: str, model: Path, run_dir: Path
+    options: argparse.Namespace, role: str, name: str, address: str, metrics: str, model: Path, run_dir: Path
 ) -> list[str]:
     layers = getattr(options, f"{role}_layers")
     return [
         role,
         *("--instance", name),
         *("--listen", address),
+        *("--metrics", metrics),
         *("--pp", str(getattr(options, f"{role}_pp"))),
         *("--model", str(model)),
         *("--run-dir", str(run_dir)),
@@ -75,7 +86,13 @@ def _instance_command(
 
 
 def _spec(
-    name: str, role: str, address: str, command: list[str], run_dir: Path, probe: Callable[[], Awaitable[Answer]]
+    name: str,
+    role: str,
+    address: str,
+    command: list[str],
+    run_dir: Path,
+    probe: Callable[[], Awaitable[Answer]],
+    metrics: str = "",
 ) -> ChildSpec:
     return ChildSpec(
         name=name,
@@ -84,5 +101,6 @@ def _spec(
         command=(sys.executable, "-m", "paceline.cli", *command),
         log=run_dir / "logs" / f"{name}.log",
         probe=probe,
+        metrics=metrics,
         environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"},
     )

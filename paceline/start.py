@@ -38,6 +38,8 @@ def gateway_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         arguments.append("--insecure")
     if options.model_name:
         arguments += ["--model-name", options.model_name]
+    if options.otlp:
+        arguments += ["--otlp", options.otlp]
     for option, value in (
         ("--key-requests-per-s", options.key_requests_per_second),
         ("--key-inflight", options.key_inflight),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 HEADINGS = (
@@ -36,7 +36,7 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
         yield f"  draining: {'empty, may be stopped' if drain['empty'] else left}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
-    yield from _aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])
+    yield from aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])
     if verdict := _agreement(instance["ranks"]):
         yield f"  {verdict}"
     for rank in instance["ranks"]:
@@ -82,7 +82,7 @@ def counted(numbers: dict[str, int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in numbers.items() if number) or "-"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> Iterable[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> Iterable[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         yield ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()

@@ -83,7 +83,9 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.parts = {
-            spec.name: Part(name=spec.name, role=spec.role, address=spec.address, log=str(spec.log))
+            spec.name: Part(
+                name=spec.name, role=spec.role, address=spec.address, log=str(spec.log), metrics=spec.metrics
+            )
             for spec in self.plan.specs
         }
         self.progress = Progress(list(self.parts), sys.stderr)

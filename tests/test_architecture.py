@@ -29,6 +29,7 @@ prefill prefill.scheduler prefill.io prefill.io.daemon
 decode decode.scheduler decode.io decode.io.daemon
 transfer transfer.sender transfer.io transfer.io.nixl
 engine engine.stage
+telemetry telemetry.spans
 sim sim.world
 bench bench.serve
 paceline paceline.cli
@@ -54,6 +55,7 @@ BREACHES = [
     ("layers", "pipeline.io.driver", "import engine.stage"),
     ("layers", "engine.stage", "import pipeline.rank"),
     ("layers", "transfer.sender", "import consensus.log"),
+    ("layers", "telemetry.spans", "import gateway.app"),
     ("layers", "bench.serve", "import paceline.cli"),
     ("layers", "gateway.app", "import sim.world"),
     ("layers", "security.channels", "import paceline_proto.v1"),

@@ -17,6 +17,7 @@ from typing import TypeVar
 from consensus.entry import Key, TokenOut
 from pipeline.io import control
 from pipeline.outcome import ABORT, ERROR, Outcome
+from pipeline.phases import Stages
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class Stream:
         self.key = key
         self.overflowed = False
         self.buffer = buffer
+        self.stages: Stages = ()  # as far as rank 0 has told
         self._runs: list[TokenRun] = []
         self._outcome: Outcome | None = None
         self._news = asyncio.Event()
@@ -127,6 +129,8 @@ class Attempts:
             self.unknown += 1
             return
         stream = self._open[message.key]
+        if stream is not None and message.stages:
+            stream.stages = message.stages
         if stream is not None and not stream.push(message.position, message.tokens):
             self._cancel_once(message.key, f"the reader is more than {stream.buffer} tokens behind")
 
@@ -137,6 +141,7 @@ class Attempts:
         stream = self._open[message.key]
         self._forget(message.key)
         if stream is not None:
+            stream.stages = message.stages or stream.stages
             stream.end(message.outcome)
 
     def leave(self, key: Key, reason: str) -> None:

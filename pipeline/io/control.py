@@ -15,8 +15,10 @@ from __future__ import annotations
 import msgspec
 
 from consensus.entry import Key, RequestSpec, TokenOut
+from pipeline.io.timeline import RankTimeline
 from pipeline.io.zap import RingKeys
 from pipeline.outcome import Outcome
+from pipeline.phases import Stages
 from pipeline.workload import Workload
 
 
@@ -112,11 +114,18 @@ class SetLogLevel(msgspec.Struct, frozen=True, tag=True):
     level: str
 
 
+class AskTimeline(msgspec.Struct, frozen=True, tag=True):
+    """Answered by a `TimelineReport`."""
+
+    token: int
+    seconds: float
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """Leave now with exit code 0."""
 
 
-ToRank = Configure | Go | Submit | Cancel | AskStatus | Dump | SetLogLevel | Quit
+ToRank = Configure | Go | Submit | Cancel | AskStatus | AskTimeline | Dump | SetLogLevel | Quit
 
 # rank → daemon
 
@@ -136,11 +145,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """From rank 0: output tokens of an attempt from `position` (0 = first output token)."""
+    """From rank 0: output tokens of an attempt from `position` (0 = first output token).
+
+    `stages` come with an attempt's first tokens. Their clock is the monotonic one of this host, which is the daemon's
+    as well."""
 
     key: Key
     position: int
     tokens: tuple[TokenOut, ...]
+    stages: Stages = ()
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -148,6 +161,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     key: Key
     outcome: Outcome
+    stages: Stages = ()
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
@@ -186,10 +200,16 @@ class Dumped(msgspec.Struct, frozen=True, tag=True):
     error: str  # why there is no file, or empty
 
 
+class TimelineReport(msgspec.Struct, frozen=True, tag=True):
+    token: int
+    timeline: RankTimeline
+
+
 class Failing(msgspec.Struct, frozen=True, tag=True):
     """The rank is about to exit with a nonzero code; `reason` names what and where."""
 
     reason: str
+    diverged: bool = False  # it and its predecessor no longer agree
 
 
-ToDaemon = Capacity | Loading | Ready | Tokens | Ended | Alive | StatusReport | Dumped | Failing
+ToDaemon = Capacity | Loading | Ready | Tokens | Ended | Alive | StatusReport | TimelineReport | Dumped | Failing

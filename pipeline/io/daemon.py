@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from pipeline.io.address import advertised_host, join_host_port, split_host_port
+from pipeline.io.attempt_metrics import AttemptMetrics
 from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
+from pipeline.io.metrics_server import MetricsServer
+from pipeline.io.observers import Observers
 from pipeline.io.registration import Registration
 from pipeline.io.run_folder import RunFolder, RunFolderError
 from pipeline.io.service import Server
 from pipeline.io.supervisor import Supervisor
 from security.exposure import check_cluster_port
 from security.secrets import load_if
+from telemetry.otlp import make_tracer
 
 __all__ = ["ConfigError", "DaemonConfig", "ModelFacts", "main", "serve"]
 
@@ -57,7 +62,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
         return asyncio.run(serve(config, facts))
     except (OSError, ValueError, RunFolderError) as error:
-        # ConfigError, BadAddress, Exposed, SecretsError, the errors of JSON and of the model folder: all ValueErrors.
+        # ConfigError, BadAddress, Exposed, SecretsError, NoSdk, the errors of JSON and of the model folder: all ValueErrors.
         log.error("refused to start: %s", error)
         return REFUSED
 
@@ -65,7 +70,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
 async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     """Runs the instance until it is told to stop (0) or gives up (1).
 
-    Raises `ConfigError`, `BadAddress`, `Exposed`, `SecretsError` or `RunFolderError` if it cannot start.
+    Raises `ConfigError`, `BadAddress`, `Exposed`, `SecretsError`, `NoSdk` or `RunFolderError` if it cannot start.
     """
     max_model_len = facts.max_model_len(config)
     host = advertised_host(config.listen, config.advertise)
@@ -76,9 +81,12 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     folder.take()
     try:
         supervisor = Supervisor(config, facts, host, folder)
-        server = Server(supervisor, max_model_len, secrets)
+        registry = CollectorRegistry()
+        tracer = make_tracer(config.otlp, f"paceline-{config.role}", config.instance)
+        server = Server(supervisor, max_model_len, secrets, Observers(config.role, AttemptMetrics(registry), tracer))
         registration = Registration(config.gateways, server.instance.describe)
         server.on_change = registration.nudge
+        metrics = MetricsServer(registry, supervisor)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop, f"received {number.name}")
@@ -89,10 +97,14 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
                  server.instance.address, supervisor.epoch, config.model, config.pp_size)  # fmt: skip
         registration.start()
         try:
+            if config.metrics:
+                log.info("[%s] metrics at %s", config.instance, await metrics.start(config.metrics))
             return await supervisor.run()
         finally:
             await registration.leave(supervisor.not_serving_reason())
             await server.stop(_STREAMS_GRACE_S)
+            await metrics.stop()
+            tracer.close()
     finally:
         folder.release()
 

@@ -49,6 +49,7 @@ from pipeline.io.ring import (
     ReturnFrame,
     UpdateFrame,
 )
+from pipeline.io.watch import Watch
 from pipeline.lease import LeaseBook
 from pipeline.local import Observation
 from pipeline.planner import Batch
@@ -104,6 +105,7 @@ class Driver:
         self._from_daemon = msgspec.msgpack.Decoder(control.ToRank).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._flight = FlightFiles(config, core)
+        self._watch = Watch(core.replica, config.rank == 0)
         self._quit = self._dump_wanted = False
         signal.signal(signal.SIGUSR1, self._want_dump)
         self._stale = self._undecodable = 0
@@ -142,7 +144,7 @@ class Driver:
             self._fail(str(error))
             return 1
         except Diverged as error:
-            self._fail(f"{error}; {self._flight.difference()}")
+            self._fail(f"{error}; {self._flight.difference()}", diverged=True)
             return 1
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
@@ -188,6 +190,7 @@ class Driver:
         if self._sequencer is not None:
             while (effects := self._sequencer.next_entry(_clock(), time.time_ns() // 1000)) is not None:
                 self._last_entry = now
+                self._watch.applied(self._core.recorder.latest)
                 self._perform(effects)
         if now - self._last_tick < ALIVE_EVERY:
             return
@@ -232,7 +235,10 @@ class Driver:
                 self._stale += 1
                 continue
             self._last_entry = time.monotonic()
-            self._perform(self._core.on_entry(frame.entry, frame.trailer))
+            effects = self._core.on_entry(frame.entry, frame.trailer)
+            if self._core.cursor.applied == frame.entry.seq:  # not one of another epoch
+                self._watch.applied(self._core.recorder.latest)
+            self._perform(effects)
 
     def _read_back(self) -> None:
         assert self._links.back_in is not None and self._sequencer is not None
@@ -258,8 +264,11 @@ class Driver:
         for event in self._executor.events():
             match event:
                 case Wrote(batch, layer):
+                    self._watch.wrote(batch)
                     self._observe(self._port.wrote(batch, (layer, layer + 1)))
                 case Ran(batch):
+                    self._watch.wrote(batch)
+                    self._watch.ran(event)
                     self._observe(self._port.wrote(batch, (self._config.layer_begin, self._config.layer_end)))
                 case Sampled(item):
                     if self._sequencer is not None:
@@ -294,6 +303,8 @@ class Driver:
                     self._say(control.Dumped(token, *self._dump(reason)))
                 case control.SetLogLevel(name, level):
                     logging.getLogger(name or None).setLevel(level)
+                case control.AskTimeline(token, seconds):
+                    self._say(control.TimelineReport(token, self._watch.timeline(seconds)))
                 case control.Quit():
                     self._quit = True
                 case _:
@@ -303,6 +314,7 @@ class Driver:
 
     def _observe(self, observations: list[Observation]) -> None:
         for observation in observations:
+            self._watch.observed(observation)
             if self._sequencer is not None:
                 self._sequencer.observe(observation)
             else:
@@ -323,16 +335,18 @@ class Driver:
                     frame = UpdateFrame(epoch, item) if isinstance(item, Update) else BellFrame(epoch, item)
                     self._links.report_out.send(frame)
                 case Run(batch):
+                    self._watch.launched(batch)
                     self._executor.run(batch)
                 case Skip(tick):
                     self._executor.skip(tick)
                 case CopyToHost() | CopyFromHost() | DropHostCopy():
                     self._executor.run(effect)
                 case Reply(key, position, tokens):
-                    self._say(control.Tokens(key, position, tokens))
+                    self._say(control.Tokens(key, position, tokens, self._watch.first_token(key)))
                 case End(key, outcome):
-                    self._say(control.Ended(key, outcome))
+                    self._say(control.Ended(key, outcome, self._watch.ended(key)))
                 case _:
+                    self._watch.performed(effect)
                     self._observe(self._port.perform(effect))
 
     def _say(self, message: control.ToDaemon) -> None:
@@ -363,6 +377,7 @@ class Driver:
             {
                 **replica.counters,
                 **counters,
+                **self._watch.counters(),
                 "host_bytes": self._executor.host.used,
                 "ticks_skipped": self._executor.skipped,
                 "recordings_lost": self._flight.lost_segments,
@@ -372,11 +387,11 @@ class Driver:
             _audit(replica.leases),
         )
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, diverged: bool = False) -> None:
         log.error("fail-stop: %s", reason, exc_info=True)
         self._dump(reason)
         try:
-            self._say(control.Failing(reason))
+            self._say(control.Failing(reason, diverged))
         except FailStop:
             log.error("the daemon cannot be told")  # it will see the exit code
 

@@ -47,9 +47,13 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """KV of the batch is in this rank's pool."""
+    """KV of the batch is in this rank's pool. The times are µs of the monotonic clock: it was taken from the queue,
+    the hidden states it needs were there, it was computed (on the last rank: and sampled)."""
 
     batch: Batch
+    began: int
+    fed: int
+    ended: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +163,21 @@ class Executor:
             self._tell(Died(f"executor at {self.executing() or 'start'}: {type(error).__name__}: {error}"))
 
     def _execute(self, batch: Batch) -> None:
+        began = now_us()
         hidden = self._in.receive(batch.tick, batch.tokens, self._timeout) if self._in else None
+        fed = now_us()
         if batch.tick in self._needless or (hidden is not None and not hidden.numel()):
             self._pass_on(batch)
             return
         output = self._model.forward(batch.rows, hidden)
         if self._out is not None:
+            ended = now_us()
             self._out.send(batch.tick, output.hidden, self._timeout)
-            self._tell(Ran(batch))
+            self._tell(Ran(batch, began, fed, ended))
             return
         samples = [row.sample for row in batch.rows if row.sample is not None]
         chosen = self._sampler(output.logits, samples) if samples else ()
-        self._tell(Ran(batch))
+        self._tell(Ran(batch, began, fed, now_us()))
         self._tell(Sampled(Return(batch.tick, tuple(TokenOut(c.token, c.logprob, c.top) for c in chosen))))
 
     def _pass_on(self, batch: Batch) -> None:
@@ -207,3 +214,7 @@ class Executor:
     def _tell(self, event: Event) -> None:
         self._events.put(event)
         os.eventfd_write(self.fd, 1)
+
+
+def now_us() -> int:
+    return time.monotonic_ns() // 1000

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import grpc
@@ -18,6 +19,8 @@ from paceline_proto.v1 import generation_pb2, generation_pb2_grpc
 from pipeline import outcome as kinds
 from pipeline.io.admission import Limits, Refused, spec_of
 from pipeline.io.attempts import AlreadyKnown, QueueFull, Stream, TokenRun
+from pipeline.io.observers import Observers
+from pipeline.io.phase_times import phases
 from pipeline.io.supervisor import Supervisor
 from pipeline.outcome import Outcome
 
@@ -42,12 +45,13 @@ class _SlowReader(Exception):
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, supervisor: Supervisor, max_model_len: int) -> None:
-        self._supervisor = supervisor
+    def __init__(self, supervisor: Supervisor, max_model_len: int, observers: Observers) -> None:
+        self._supervisor, self._observers = supervisor, observers
         self._attempts = supervisor.attempts
         self._max_model_len = max_model_len
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        arrived = time.monotonic_ns() // 1000
         if not self._supervisor.serving:
             mark = ((DRAINING, "1"),) if self._supervisor.draining.active else ()
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._supervisor.not_serving_reason(), mark)
@@ -64,20 +68,25 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         except QueueFull as full:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(full))
         gone, too_slow = "the client went away", False
+        outcome = None
         try:
             if self._attempts.is_open(spec.key):  # not already aborted
                 self._supervisor.submit(spec)
-            await self._relay(stream, context, spec.timeout / 1e6 + _OVERTIME_S)
+            outcome = await self._relay(stream, context, arrived, spec.timeout / 1e6 + _OVERTIME_S)
         except _SlowReader as slow:
             gone, too_slow = str(slow), True
         finally:
             self._attempts.leave(spec.key, gone)
+            metadata = context.invocation_metadata() or ()
+            outcome = outcome or Outcome(kinds.ABORT, gone)
+            self._observers.ended(spec.key.request, spec.key.attempt, metadata, arrived, stream.stages, outcome)
         if too_slow:
             log.warning("%s: %s", spec.key.room, gone)
             await context.abort(grpc.StatusCode.ABORTED, gone)
 
-    async def _relay(self, stream: Stream, context: Any, patience: float) -> None:
+    async def _relay(self, stream: Stream, context: Any, arrived: int, patience: float) -> Outcome:
         """Streams events up to the outcome. Raises `_SlowReader`."""
+        begun = False
         deadline = asyncio.get_running_loop().time() + patience
         while True:
             try:
@@ -88,12 +97,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             if stream.overflowed:
                 raise _SlowReader(f"the reader was more than {stream.buffer} tokens behind and was cut off")
             try:
+                message = _on_wire(event)
+                if isinstance(event, Outcome):
+                    message.outcome.phases.extend(phases(arrived, stream.stages, time.monotonic_ns() // 1000))
+                elif not begun:
+                    message.tokens.phases.extend(phases(arrived, stream.stages, time.monotonic_ns() // 1000))
+                begun = True
                 async with asyncio.timeout(_WRITE_PATIENCE_S):
-                    await context.write(_on_wire(event))
+                    await context.write(message)
             except TimeoutError:
                 raise _SlowReader(f"the reader took nothing for {_WRITE_PATIENCE_S:g} s and was cut off") from None
             if isinstance(event, Outcome):
-                return
+                return event
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Any) -> generation_pb2.AbortResponse:  # type: ignore[override]
         if len(request.request_id) <= 256:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -20,6 +21,7 @@ from pipeline.io import control
 from pipeline.io.child import Child
 from pipeline.io.control import RankConfig, StatusReport, ToDaemon, ToRank
 from pipeline.io.control_socket import ControlSocket
+from pipeline.io.timeline import RankTimeline
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,13 @@ class _Round:
         return token == self.token
 
 
+@dataclass(slots=True)
+class _TimelineRound:
+    token: int
+    told: dict[int, RankTimeline] = field(default_factory=dict)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Incarnation:
     def __init__(
         self, configs: list[RankConfig], rank_module: str, load_timeout: float, keep_fd: int,
@@ -98,6 +107,7 @@ class Incarnation:
         self.epoch, self.pages, self.backend = first.epoch, 0, ""
         self.ready = asyncio.Event()
         self.failure: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+        self.diverged = False  # a rank stopped because it and its predecessor no longer agreed
         self.unexpected = 0  # well-formed messages that make no sense here and now
         self.ranks: list[RankView] = []
         self._ring_timeout, self._load_timeout = first.ring_timeout, load_timeout
@@ -105,6 +115,7 @@ class Incarnation:
         self._configured, self._leaving = False, False
         self._round, self._round_task = _Round(0), None  # type: tuple[_Round, asyncio.Task[None] | None]
         self._dump_round, self._one_dump = _Round(0), asyncio.Lock()
+        self._timeline, self._timeline_turn = _TimelineRound(0), asyncio.Lock()
         # An attempt sends at most Submit and Cancel, so a rank that reads at all never fills this.
         outbox = 2 * first.max_queue + 64
         self._socket = ControlSocket(context, first.control, len(configs), outbox, self._on_message)
@@ -171,6 +182,20 @@ class Incarnation:
                 await current.complete.wait()
         except TimeoutError:
             pass
+
+    async def ask_timeline(self, seconds: float) -> dict[int, RankTimeline]:
+        """What the ranks did in the last `seconds`, of those that answer within `STATUS_PATIENCE_S`."""
+        async with self._timeline_turn:
+            if not self.ready.is_set():
+                return {}
+            current = self._timeline = _TimelineRound(self._timeline.token + 1)
+            question = control.AskTimeline(current.token, seconds)
+            asked = [self.send(view.config.rank, question) for view in self.ranks]
+            if any(asked):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(STATUS_PATIENCE_S):
+                        await current.complete.wait()
+            return current.told
 
     async def leave(self, patience: float) -> None:
         """Asks every rank to quit and gives them `patience` seconds; what is left is for `end`."""
@@ -264,6 +289,11 @@ class Incarnation:
             case control.Dumped():
                 if self._dump_round.answered(rank, message.token):
                     self._dump_round.dumps[rank] = message
+            case control.TimelineReport():
+                if message.token == self._timeline.token:
+                    self._timeline.told[rank] = message.timeline
+                    if len(self._timeline.told) == len(self.ranks):
+                        self._timeline.complete.set()
             case control.Loading() if view.ready is None:
                 view.fraction, view.text = min(max(message.fraction, 0.0), 1.0), message.text[:200]
             case control.Capacity() if not view.pages:
@@ -274,6 +304,7 @@ class Incarnation:
                     self._go()
             case control.Failing():
                 view.failing = message.reason[:500]
+                self.diverged = self.diverged or message.diverged
                 self._fail(rank, f"failed: {view.failing}")
             case _:
                 self.unexpected += 1

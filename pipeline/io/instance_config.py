@@ -30,6 +30,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     secrets: str = ""  # folder of the cluster's; "": none, and then it may listen on loopback only
     insecure: bool = False  # it may listen elsewhere without
     gateways: tuple[str, ...] = ()  # host:port of registries; a name means all of its addresses
+    metrics: str = ""  # host:port of /metrics; "": none
+    otlp: str = ""  # host:port of a collector of traces; "": none
     model_name: str = ""  # "": the folder's name
     pp_size: int = 1
     layers: str = ""  # layers per rank, "8,7,8,7"; "": balanced by cost

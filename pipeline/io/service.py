@@ -1,4 +1,4 @@
-"""The gRPC server of an instance: `Generation`, `Bootstrap`, `Admin`, standard health and reflection.
+"""The gRPC server of an instance: `Generation`, `Bootstrap`, `Admin`, `Timeline`, standard health and reflection.
 
 In: the supervisor's state. Out: answers about it. Invariants: it answers in every phase; health is
 SERVING exactly while requests are taken; a second daemon on the same port is an error, not a sharing.
@@ -25,13 +25,17 @@ from paceline_proto.v1 import (
     common_pb2,
     generation_pb2,
     generation_pb2_grpc,
+    timeline_pb2,
+    timeline_pb2_grpc,
 )
 from pipeline.io.address import BadAddress
 from pipeline.io.admin import ROLES, UINT32, UINT64, AdminService, clamp
 from pipeline.io.generation import GenerationService
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
+from pipeline.io.observers import Observers
 from pipeline.io.supervisor import Phase, Supervisor
+from pipeline.io.timeline_service import TimelineService
 from security.channels import bind
 from security.secrets import Secrets
 from transfer.messages import PROTOCOL_VERSION
@@ -41,6 +45,7 @@ _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     bootstrap_pb2.DESCRIPTOR.services_by_name["Bootstrap"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+    timeline_pb2.DESCRIPTOR.services_by_name["Timeline"].full_name,
 )
 
 
@@ -118,7 +123,9 @@ def _software_version() -> str:
 class Server:
     """Binds, serves, and keeps the health service in step with the phase."""
 
-    def __init__(self, supervisor: Supervisor, max_model_len: int, secrets: Secrets | None) -> None:
+    def __init__(
+        self, supervisor: Supervisor, max_model_len: int, secrets: Secrets | None, observers: Observers
+    ) -> None:
         self._secrets = secrets
         config, self._supervisor = supervisor.config, supervisor
         self._server: Any = grpc.aio.server(
@@ -137,7 +144,12 @@ class Server:
         self._background: set[asyncio.Task[None]] = set()
         self.on_change: Callable[[], None] = lambda: None  # the description is another one
         self.instance = InstanceService(supervisor, max_model_len)
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(supervisor, max_model_len), self._server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(
+            GenerationService(supervisor, max_model_len, observers), self._server
+        )
+        timeline_pb2_grpc.add_TimelineServicer_to_server(
+            TimelineService(supervisor, self.instance.reference), self._server
+        )
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, self.instance.reference), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

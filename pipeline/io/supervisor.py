@@ -53,7 +53,7 @@ class Supervisor:
         """Raises `RunFolderError`."""
         self.config, self.facts = config, facts
         self.phase = Phase.LOADING
-        self.restarts = 0
+        self.restarts = self.divergences = 0
         self.last_failure = ""
         self.stalled = ""  # what keeps a serving instance from getting on, for people
         self.workload, self.speed = Workload(), Speed()  # as rank 0 last told
@@ -188,6 +188,7 @@ class Supervisor:
             self._folder.close_epoch(self.epoch)
         if failure is not None:
             self.last_failure = failure.reason
+            self.divergences += current.diverged
             ended = self.attempts.fail_all(f"{self.config.instance} (epoch {self.epoch}): {failure.reason}")
             log.error("epoch %d failed, all ranks are ended, %d open attempts: %s", self.epoch, ended, failure.reason)
         return failure

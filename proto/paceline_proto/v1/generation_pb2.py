@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline_proto.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/generation.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x9b\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xe8\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12&\n\x04peer\x18\x05 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x11\n\ttimeout_s\x18\x06 \x01(\x02\x12\x0f\n\x07resumed\x18\x07 \x01(\r\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x12\n\nroom_token\x18\x0e \x01(\x0c\")\n\nTopLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"[\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TopLogprobB\n\n\x08_logprob\"B\n\nTokenChunk\x12\x10\n\x08position\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.paceline.v1.Token\"\x85\x02\n\x07Outcome\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.paceline.v1.Outcome.Kind\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x11\n\thand_over\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x14 \x01(\x08\"r\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_HANDED_OVER\x10\x01\x12\r\n\tKIND_STOP\x10\x02\x12\x0f\n\x0bKIND_LENGTH\x10\x03\x12\x0e\n\nKIND_ABORT\x10\x04\x12\x0e\n\nKIND_ERROR\x10\x05\"o\n\x10GenerateResponse\x12)\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TokenChunkH\x00\x12\'\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x42\x07\n\x05\x65vent\"C\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse2\x97\x01\n\nGeneration\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/generation.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x9b\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\xe8\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12&\n\x04peer\x18\x05 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x11\n\ttimeout_s\x18\x06 \x01(\x02\x12\x0f\n\x07resumed\x18\x07 \x01(\r\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x12\n\nroom_token\x18\x0e \x01(\x0c\")\n\nTopLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"[\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12$\n\x03top\x18\x03 \x03(\x0b\x32\x17.paceline.v1.TopLogprobB\n\n\x08_logprob\"&\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"f\n\nTokenChunk\x12\x10\n\x08position\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.paceline.v1.Token\x12\"\n\x06phases\x18\x03 \x03(\x0b\x32\x12.paceline.v1.Phase\"\xa9\x02\n\x07Outcome\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.paceline.v1.Outcome.Kind\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x11\n\thand_over\x18\x05 \x01(\x08\x12\x10\n\x08\x64raining\x18\x14 \x01(\x08\x12\"\n\x06phases\x18\x06 \x03(\x0b\x32\x12.paceline.v1.Phase\"r\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_HANDED_OVER\x10\x01\x12\r\n\tKIND_STOP\x10\x02\x12\x0f\n\x0bKIND_LENGTH\x10\x03\x12\x0e\n\nKIND_ABORT\x10\x04\x12\x0e\n\nKIND_ERROR\x10\x05\"o\n\x10GenerateResponse\x12)\n\x06tokens\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TokenChunkH\x00\x12\'\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x42\x07\n\x05\x65vent\"C\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0f\n\rAbortResponse2\x97\x01\n\nGeneration\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.paceline.v1.AbortRequest\x1a\x1a.paceline.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,18 +44,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOPLOGPROB']._serialized_end=761
   _globals['_TOKEN']._serialized_start=763
   _globals['_TOKEN']._serialized_end=854
-  _globals['_TOKENCHUNK']._serialized_start=856
-  _globals['_TOKENCHUNK']._serialized_end=922
-  _globals['_OUTCOME']._serialized_start=925
-  _globals['_OUTCOME']._serialized_end=1186
-  _globals['_OUTCOME_KIND']._serialized_start=1072
-  _globals['_OUTCOME_KIND']._serialized_end=1186
-  _globals['_GENERATERESPONSE']._serialized_start=1188
-  _globals['_GENERATERESPONSE']._serialized_end=1299
-  _globals['_ABORTREQUEST']._serialized_start=1301
-  _globals['_ABORTREQUEST']._serialized_end=1368
-  _globals['_ABORTRESPONSE']._serialized_start=1370
-  _globals['_ABORTRESPONSE']._serialized_end=1385
-  _globals['_GENERATION']._serialized_start=1388
-  _globals['_GENERATION']._serialized_end=1539
+  _globals['_PHASE']._serialized_start=856
+  _globals['_PHASE']._serialized_end=894
+  _globals['_TOKENCHUNK']._serialized_start=896
+  _globals['_TOKENCHUNK']._serialized_end=998
+  _globals['_OUTCOME']._serialized_start=1001
+  _globals['_OUTCOME']._serialized_end=1298
+  _globals['_OUTCOME_KIND']._serialized_start=1184
+  _globals['_OUTCOME_KIND']._serialized_end=1298
+  _globals['_GENERATERESPONSE']._serialized_start=1300
+  _globals['_GENERATERESPONSE']._serialized_end=1411
+  _globals['_ABORTREQUEST']._serialized_start=1413
+  _globals['_ABORTREQUEST']._serialized_end=1480
+  _globals['_ABORTRESPONSE']._serialized_start=1482
+  _globals['_ABORTRESPONSE']._serialized_end=1497
+  _globals['_GENERATION']._serialized_start=1500
+  _globals['_GENERATION']._serialized_end=1651
 # @@protoc_insertion_point(module_scope)

@@ -245,6 +245,35 @@ class Token(_message.Message):
 Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
+class Phase(_message.Message):
+    """A part of an attempt's time on one instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """queue (at the daemon and before the log), bootstrap (prefill waits to be told where the KV goes), handshake
+    (decode), allocation (decode waits for pages), transfer (decode waits for the KV), wait (for a place in a batch),
+    forward (up to the first own token), generate (decode), hand_over (prefill's KV is still on its way), retracted
+    (decode, its KV is in host memory), abort, reply (from the log to this message). docs/metrics.md says more.
+    """
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
+@_typing.final
 class TokenChunk(_message.Message):
     """Consecutive output tokens."""
 
@@ -252,6 +281,7 @@ class TokenChunk(_message.Message):
 
     POSITION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Index of the first of these tokens in the request's output, from 0, resumed tokens included; the same token may
     be told by both sides.
@@ -260,15 +290,22 @@ class TokenChunk(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
         """In order of output, at least one."""
 
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """In the first chunk of the stream: where the time between the arrival of the call and the writing of this message
+        went, in order and without gaps. All are differences of one host's monotonic clock.
+        """
+
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         tokens: _abc.Iterable[Global___Token] | None = ...,
+        phases: _abc.Iterable[Global___Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "position", b"position", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +358,7 @@ class Outcome(_message.Message):
     RETRYABLE_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     kind: Global___Outcome.Kind.ValueType
     """What ended it."""
     reason: _builtins.str
@@ -333,6 +371,10 @@ class Outcome(_message.Message):
     """True if what failed lies between the two instances: their handshake, the transfer, the time these may take."""
     draining: _builtins.bool
     """True if nothing failed: the instance drains and let the attempt go."""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """As in TokenChunk, from the arrival of the call to the writing of this message."""
+
     def __init__(
         self,
         *,
@@ -342,10 +384,11 @@ class Outcome(_message.Message):
         retryable: _builtins.bool = ...,
         hand_over: _builtins.bool = ...,
         draining: _builtins.bool = ...,
+        phases: _abc.Iterable[Global___Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "hand_over", b"hand_over", "kind", b"kind", "output_tokens", b"output_tokens", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "hand_over", b"hand_over", "kind", b"kind", "output_tokens", b"output_tokens", "phases", b"phases", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
