@@ -318,7 +318,7 @@ def _run_status(options: argparse.Namespace) -> int:
 def _run_top(options: argparse.Namespace) -> int:
     from paceline.top import top
 
-    return asyncio.run(top(options.run_dir, options.address, options.timeout, options.once))
+    return asyncio.run(top(options.run_dir, options.address, options.timeout, options.once, options.secrets))
 
 
 def _run_timeline(options: argparse.Namespace) -> int:
@@ -327,7 +327,15 @@ def _run_timeline(options: argparse.Namespace) -> int:
     if options.out is None and not options.summary:
         raise SystemExit("paceline: timeline needs --out FILE, --summary, or both")
     return asyncio.run(
-        timeline(options.run_dir, options.address, options.seconds, options.out, options.summary, options.timeout)
+        timeline(
+            options.run_dir,
+            options.address,
+            options.seconds,
+            options.out,
+            options.summary,
+            options.timeout,
+            options.secrets,
+        )  # fmt: skip
     )
 
 

@@ -18,6 +18,8 @@ import grpc.aio
 from paceline.config import read_cluster
 from paceline.health import CHANNEL_OPTIONS
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc
+from security.channels import dial
+from security.secrets import Secrets
 
 _LOOK_AGAIN_S = 0.5
 
@@ -51,12 +53,12 @@ def targets(run_dir: Path, names: Sequence[str], addresses: Iterable[str]) -> li
     return given + [known[name] for name in names or known]
 
 
-async def carry_out(action: Action, on: Sequence[Target]) -> int:
-    return max(await asyncio.gather(*(_one(action, target) for target in on)), default=0)
+async def carry_out(action: Action, on: Sequence[Target], secrets: Secrets | None) -> int:
+    return max(await asyncio.gather(*(_one(action, target, secrets) for target in on)), default=0)
 
 
-async def _one(action: Action, target: Target) -> int:
-    async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
+async def _one(action: Action, target: Target, secrets: Secrets | None) -> int:
+    async with dial(target.address, secrets, CHANNEL_OPTIONS) as channel:
         try:
             lines, code, out = await action(admin_pb2_grpc.AdminStub(channel)), 0, sys.stdout
         except NotDone as partly:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import default_run_dir
-from paceline.engine_options import ADDRESS
+from paceline.engine_options import ADDRESS, add_secrets_option
 
 if TYPE_CHECKING:
     from paceline.operate import Action
@@ -60,6 +60,7 @@ def _command(
         "--run-dir", type=Path, default=default_run_dir(), metavar="PATH",
         help="of `paceline up` (default: $PACELINE_RUN_DIR or .run)",
     )  # fmt: skip
+    add_secrets_option(parser)
     parser.set_defaults(needs_name=not named)
     return parser
 
@@ -89,8 +90,10 @@ def _log_level(options: argparse.Namespace) -> int:
 
 
 def _carry_out(action: Action, options: argparse.Namespace) -> int:
+    from paceline.config import cluster_secrets
     from paceline.operate import carry_out, targets
 
     if options.needs_name and not options.instances and not options.address:
         raise SystemExit(f"paceline: which instances? Name them, e.g. `paceline {options.command} decode-0`")
-    return asyncio.run(carry_out(action, targets(options.run_dir, options.instances, options.address)))
+    secrets = cluster_secrets(options.secrets)
+    return asyncio.run(carry_out(action, targets(options.run_dir, options.instances, options.address), secrets))

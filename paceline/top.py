@@ -12,16 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Cluster, read_cluster
+from paceline.config import Cluster, cluster_secrets, read_cluster
 from paceline.status import collect
 from paceline.status_table import aligned, counted
 from paceline.top_figures import Look, gateway_lines, rank_rows, read_metrics
+from security.secrets import Secrets
 
 EVERY_S = 1.0
 _CLEAR = "\x1b[H\x1b[J"
 
 
-async def top(run_dir: Path, addresses: list[str] | None, timeout: float, once: bool) -> int:
+async def top(run_dir: Path, addresses: list[str] | None, timeout: float, once: bool, secrets_folder: str = "") -> int:
+    secrets = cluster_secrets(secrets_folder)
     cluster = None if addresses else read_cluster(run_dir)
     if cluster is None and not addresses:
         raise SystemExit(
@@ -31,7 +33,7 @@ async def top(run_dir: Path, addresses: list[str] | None, timeout: float, once: 
     before = None
     while True:
         began = time.monotonic()
-        now = await look(cluster, addresses or [], timeout)
+        now = await look(cluster, addresses or [], timeout, secrets)
         if before is not None or once is False:
             sys.stdout.write((("" if once else _CLEAR) + render(before, now)) + "\n")
             sys.stdout.flush()
@@ -41,9 +43,9 @@ async def top(run_dir: Path, addresses: list[str] | None, timeout: float, once: 
         await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
 
 
-async def look(cluster: Cluster | None, addresses: list[str], timeout: float) -> Look:
+async def look(cluster: Cluster | None, addresses: list[str], timeout: float, secrets: Secrets | None) -> Look:
     url = f"{cluster.url}/metrics" if cluster else None
-    report, metrics = await asyncio.gather(collect(cluster, addresses, timeout), read_metrics(url, timeout))
+    report, metrics = await asyncio.gather(collect(cluster, addresses, timeout, secrets), read_metrics(url, timeout))
     return Look(time.monotonic(), report, metrics)
 
 

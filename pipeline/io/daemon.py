@@ -62,7 +62,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
         return asyncio.run(serve(config, facts))
     except (OSError, ValueError, RunFolderError) as error:
-        # ConfigError, BadAddress, Exposed, SecretsError, NoSdk, the errors of JSON and of the model folder: all ValueErrors.
+        # What `serve` raises, and the errors of JSON and of the model folder: all but RunFolderError are ValueErrors.
         log.error("refused to start: %s", error)
         return REFUSED
 

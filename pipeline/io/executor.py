@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -51,9 +51,9 @@ class Ran:
     the hidden states it needs were there, it was computed (on the last rank: and sampled)."""
 
     batch: Batch
-    began: int
-    fed: int
-    ended: int
+    began: int = field(compare=False)
+    fed: int = field(compare=False)
+    ended: int = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,11 +147,10 @@ class Server:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationService(supervisor, max_model_len, observers), self._server
         )
-        timeline_pb2_grpc.add_TimelineServicer_to_server(
-            TimelineService(supervisor, self.instance.reference), self._server
-        )
+        told_by = self.instance.reference
+        timeline_pb2_grpc.add_TimelineServicer_to_server(TimelineService(supervisor, told_by), self._server)
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, self.instance.reference), self._server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, told_by), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

@@ -87,11 +87,11 @@ def test_a_tick_skipped_by_the_first_rank_costs_no_rank_anything_and_keeps_its_t
     # then the one that had begun is computed, those behind it on no rank, and all come back in order.
     assert [event.batch.tick for event in events(first, 2) if isinstance(event, Ran)] == [1, 4]
     assert events(last, 6) == [
-        Ran(batch(1)),
+        Ran(batch(1), 0, 0, 0),
         Sampled(Return(1, ())),
         Sampled(Return(2, ())),
         Sampled(Return(3, (TokenOut(0),))),
-        Ran(batch(4, SAMPLE)),
+        Ran(batch(4, SAMPLE), 0, 0, 0),
         Sampled(Return(4, (TokenOut(7),))),
     ]
     assert (model.ran, other.ran) == ([3, 12], [3, 12])
