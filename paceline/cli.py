@@ -335,7 +335,7 @@ def _run_timeline(options: argparse.Namespace) -> int:
             options.summary,
             options.timeout,
             options.secrets,
-        )  # fmt: skip
+        )
     )
 
 
