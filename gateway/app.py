@@ -63,10 +63,11 @@ async def serve(config: GatewayConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     async with listening(config) as server:
         log.info(
-            "gateway ready on http://%s:%d (model %s; prefill %s; decode %s)",
+            "gateway ready on http://%s:%d (model %s; registry %s; prefill %s; decode %s)",
             server.host,
             server.port,
             config.served_name,
+            f"{config.registry.rpartition(':')[0]}:{server.gateway.registry_port}" if config.registry else "none",
             ", ".join(config.prefill) or "none",
             ", ".join(config.decode) or "none",
         )
@@ -91,7 +92,11 @@ def parse_arguments(arguments: Sequence[str]) -> GatewayConfig:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    asyncio.run(serve(parse_arguments(sys.argv[1:])))
+    try:
+        asyncio.run(serve(parse_arguments(sys.argv[1:])))
+    except (OSError, ValueError) as error:
+        log.error("refused to start: %s", error)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

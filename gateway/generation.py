@@ -35,6 +35,7 @@ from gateway.openai_api import (
 from gateway.openai_replies import DONE, ChatReply, CompletionReply, Reply, ReplyHead, Usage, error_event
 from gateway.output import Output, Piece
 from gateway.service import Gateway
+from gateway.terms import terms_of
 
 log = logging.getLogger("paceline.gateway")
 
@@ -138,9 +139,11 @@ async def _serve(http: web.Request, endpoint: str, arrived: float) -> tuple[web.
     name = gateway.config.served_name
     if request.model is not None and request.model != name:
         raise model_not_found(request.model)
+    terms = terms_of(http.headers, request.user)
+    await gateway.pair_awaited()
     job = make_job(request, await _prompt_ids(gateway, request), gateway.limits(), random.getrandbits(63))
     request_id = http[REQUEST_ID]
-    with gateway.course(request_id, job) as course:
+    with gateway.course(request_id, job, terms, arrived) as course:
         http[PAIR] = course.pair
         gateway.metrics.prompt_tokens.inc(len(job.prompt_ids))
         gateway.metrics.request_prompt_tokens.observe(len(job.prompt_ids))

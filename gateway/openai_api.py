@@ -45,6 +45,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
     ignore_eos: bool | None = None
     n: int | None = None
     return_token_ids: bool | None = None
+    user: Any = None
 
     @property
     def stops(self) -> tuple[str, ...]:

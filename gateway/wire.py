@@ -7,6 +7,7 @@ except the calls themselves (`registry`, `attempt`).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.generation_job import Job, Sampling
 from gateway.instances import Instance, Side
 from gateway.merge import Event, Merge, SideEnd, Token
+from gateway.workbook import Report
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 
 PROTO_ROLE = {Side.PREFILL: common_pb2.ROLE_PREFILL, Side.DECODE: common_pb2.ROLE_DECODE}
@@ -93,6 +95,20 @@ def instance_from(dialed: str, side: Side, description: bootstrap_pb2.DescribeRe
         pages=description.pages,
         vocab_size=description.vocab_size,
         transfer_backend=description.transfer_backend,
+    )
+
+
+def report_from(description: bootstrap_pb2.DescribeResponse) -> Report | None:
+    """None if it does not tell its load."""
+    if not description.HasField("load"):
+        return None
+    load = description.load
+    rate = load.prefill_tokens_per_second
+    return Report(
+        queued_tokens=load.queued_prefill_tokens,
+        free_pages=load.free_pages,
+        requests=load.requests,
+        prefill_rate=rate if 0.0 < rate < math.inf else 0.0,
     )
 
 

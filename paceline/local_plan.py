@@ -1,7 +1,8 @@
 """Decides what a local cluster consists of, before anything is started.
 
 In: the options of `paceline up`. Out: a `Plan`: the command, the address, the log and the probe of
-every part. Daemons listen on free loopback ports; the gateway's is the user's.
+every part. Daemons listen on free loopback ports, and register
+with the gateway at another; the gateway's own is the user's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from paceline.child import Answer, ChildSpec
 from paceline.config import free_ports
 from paceline.engine_options import repeat_options
+from paceline.gateway_options import repeat_gateway_options
 from paceline.health import GatewayProbe, InstanceProbe, close_all
 
 GATEWAY_GRACE = 5.0  # for requests in flight; less than a child is given to stop
@@ -33,11 +35,18 @@ class Plan:
 def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> Plan:
     roles = ["prefill"] * options.prefill_instances + ["decode"] * options.decode_instances
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
-    addresses = [f"127.0.0.1:{free}" for free in free_ports("127.0.0.1", len(roles))]
+    registry, *addresses = [f"127.0.0.1:{free}" for free in free_ports("127.0.0.1", 1 + len(roles))]
     instances = [InstanceProbe(address) for address in addresses]
     parts = list(zip(roles, names, addresses, strict=True))
     specs = [
-        _spec(name, role, address, _instance_command(options, role, name, address, model, run_dir), run_dir, probe)
+        _spec(
+            name,
+            role,
+            address,
+            [*_instance_command(options, role, name, address, model, run_dir), "--gateway", registry],
+            run_dir,
+            probe,
+        )
         for (role, name, address), probe in zip(parts, instances, strict=True)
     ]
     model_name = options.model_name or model.name
@@ -47,11 +56,9 @@ def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> 
     gateway = GatewayProbe(url)
     command = (
         f"gateway --host {options.host} --port {port} --request-timeout {options.request_timeout} "
-        f"--shutdown-grace {GATEWAY_GRACE}"
+        f"--shutdown-grace {GATEWAY_GRACE} --registry {registry}"
     ).split()
-    command += ["--model", str(model), "--model-name", model_name]
-    for role in ("prefill", "decode"):
-        command += [f"--{role}", *(address for of, _, address in parts if of == role)]
+    command += ["--model", str(model), "--model-name", model_name, *repeat_gateway_options(options)]
     specs.append(_spec("gateway", "gateway", f"{host}:{port}", command, run_dir, gateway))
     return Plan(specs, url, model_name, run_dir, lambda: close_all([*instances, gateway]))
 

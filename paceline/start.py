@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from paceline.gateway_options import gateway_arguments
+
 if TYPE_CHECKING:
     from pipeline.io.instance_config import DaemonConfig
 
@@ -29,24 +31,6 @@ def run_instance(config: DaemonConfig) -> NoReturn:
 
 def run_gateway(options: argparse.Namespace, model: Path) -> NoReturn:
     become("gateway.app", *gateway_arguments(options, model))
-
-
-def gateway_arguments(options: argparse.Namespace, model: Path) -> list[str]:
-    arguments = ["--model", str(model), "--host", options.host, "--port", str(options.port)]
-    if options.model_name:
-        arguments += ["--model-name", options.model_name]
-    for option, value in (
-        ("--max-inflight", options.max_inflight),
-        ("--request-timeout-s", options.request_timeout),
-        ("--shutdown-grace-s", options.shutdown_grace),
-        ("--resumes", options.resumes),
-        ("--resume-wait-s", options.resume_wait),
-    ):
-        arguments += [option, str(value)]
-    for role in ("prefill", "decode"):
-        for address in getattr(options, role):
-            arguments += [f"--{role}", address]
-    return arguments
 
 
 def become(module: str, *arguments: str) -> NoReturn:
