@@ -115,11 +115,11 @@ def _without_leases(response: registry_pb2.WatchResponse) -> bytes:
 
 def _what_is_wrong(instance: common_pb2.InstanceRef, role: int, peer: str) -> str:
     """Why it cannot register, or an empty string. `peer`: as gRPC names who calls, "ipv4:10.0.0.7:4711"."""
+    if role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
+        return f"role is {role}; it is prefill or decode"
     for what, value in (("instance_id", instance.instance_id), ("address", instance.address)):
         if not 0 < len(value) <= _LONGEST_NAME or not value.isprintable():
             return f"instance.{what} has {len(value)} characters; it needs 1 to {_LONGEST_NAME}, printable ones"
-    if role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
-        return f"role is {role}; it is prefill or decode"
     host, colon, port = instance.address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         return f"instance.address {instance.address!r} is not host:port"

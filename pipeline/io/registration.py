@@ -21,7 +21,6 @@ from pipeline.io.address import BadAddress, join_host_port, split_host_port
 
 log = logging.getLogger(__name__)
 
-_RESOLVE_EVERY_S = 2.0
 _RESOLVE_PATIENCE_S = 5.0
 _CALL_PATIENCE_S, _LEAVE_PATIENCE_S = 2.0, 0.5
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 1.0
@@ -53,12 +52,18 @@ async def resolve(name: str) -> list[str]:
 
 
 class Registration:
-    def __init__(self, gateways: Sequence[str], describe: Describe, resolve: Resolve = resolve) -> None:
+    def __init__(
+        self,
+        gateways: Sequence[str],
+        describe: Describe,
+        resolve: Resolve = resolve,
+        resolve_every_s: float = 2.0,
+    ) -> None:
         """Raises `BadAddress`."""
         for name in gateways:
             if split_host_port(name)[1] == 0:
                 raise BadAddress(f"gateway {name!r} has port 0; name the port of its registry")
-        self._describe, self._resolve = describe, resolve
+        self._describe, self._resolve, self._resolve_every_s = describe, resolve, resolve_every_s
         self._found: dict[str, list[str]] = {name: [] for name in gateways}  # name → its addresses
         self._silent: dict[str, None] = {}  # names that do not resolve; said once
         self._contacts: dict[str, _Contact] = {}
@@ -85,7 +90,7 @@ class Registration:
         while True:
             # Each name by itself: one whose server does not answer must not delay the others.
             await asyncio.gather(*(self._look_up(name) for name in self._found))
-            await asyncio.sleep(_RESOLVE_EVERY_S)
+            await asyncio.sleep(self._resolve_every_s)
 
     async def _look_up(self, name: str) -> None:
         try:

@@ -35,6 +35,17 @@ def loads(*told: Load) -> dict[str, Load]:
     return {one.dialed: load for one, load in zip(P, told, strict=False)}
 
 
+class Drawn:
+    """Chance, as it was."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._left = list(numbers)
+
+    def __call__(self, below: int) -> int:
+        assert 0 <= self._left[0] < below
+        return self._left.pop(0)
+
+
 # -- each policy ---------------------------------------------------------------------------------------------------
 
 
@@ -54,14 +65,12 @@ def test_least_work_is_where_it_would_be_done_first(told: list[Load], taken: int
 
 
 def test_of_two_that_chance_names_the_one_with_less_work_is_taken() -> None:
-    told = loads(*(Load(1000 - i) for i in range(8)))
+    told = {one.dialed: Load(10_000 - 1_000 * at) for at, one in enumerate(P)}
     for first in range(8):
         for second in range(7):
-            drawn = iter((first, second))
             pair = {first, (first + 1 + second) % 8}
             assert len(pair) == 2, "never the same one twice"
-            told = {one.dialed: Load(10_000 - 1_000 * at) for at, one in enumerate(P)}
-            assert PowerOfTwo(lambda n, drawn=drawn: next(drawn)).choose(P, told, SOME) is P[max(pair)]
+            assert PowerOfTwo(Drawn(first, second)).choose(P, told, SOME) is P[max(pair)]
 
 
 def test_a_session_stays_and_only_those_of_a_lost_instance_move() -> None:
