@@ -23,15 +23,14 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api_keys import KeyRing, KeysError
+from gateway.api_keys import KeyRing
 from gateway.config import GatewayConfig
 from gateway.http_limits import IDLE_S, LINGER_S, Door
 from gateway.key_limits import KeyLimits
 from gateway.model_files import ModelFiles
 from gateway.routes import make_application
 from gateway.service import Gateway
-from security.exposure import Exposed, check_public_port
-from security.secrets import SecretsError
+from security.exposure import check_cluster_port, check_public_port
 
 log = logging.getLogger("paceline.gateway")
 
@@ -50,6 +49,9 @@ class Listening:
 async def listening(config: GatewayConfig) -> AsyncIterator[Listening]:
     """The gateway serves inside this block; leaving it is the orderly end."""
     check_public_port("the gateway", config.host, bool(config.api_keys), config.insecure)
+    if config.registry:
+        host = config.registry.rpartition(":")[0]
+        check_cluster_port("the registry of the gateway", host, bool(config.secrets), config.insecure)
     limits = KeyLimits(config.key_requests_per_s, config.key_inflight)
     keys = KeyRing(Path(config.api_keys), limits) if config.api_keys else None
     gateway = Gateway(config, ModelFiles(config.model))
@@ -81,10 +83,11 @@ async def serve(config: GatewayConfig) -> None:
         if server.keys is not None:
             loop.add_signal_handler(signal.SIGHUP, server.keys.reload)
         log.info(
-            "gateway ready on http://%s:%d (model %s; prefill %s; decode %s)",
+            "gateway ready on http://%s:%d (model %s; registry %s; prefill %s; decode %s)",
             server.host,
             server.port,
             config.served_name,
+            f"{config.registry.rpartition(':')[0]}:{server.gateway.registry_port}" if config.registry else "none",
             ", ".join(config.prefill) or "none",
             ", ".join(config.decode) or "none",
         )
@@ -112,7 +115,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
         asyncio.run(serve(parse_arguments(sys.argv[1:])))
-    except (Exposed, KeysError, SecretsError) as error:
+    except (OSError, ValueError) as error:
+        # Exposed, KeysError and SecretsError are ValueErrors.
         log.error("refused to start: %s", error)
         sys.exit(REFUSED)
 

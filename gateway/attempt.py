@@ -21,7 +21,7 @@ from gateway.config import GatewayConfig
 from gateway.generation_job import Job
 from gateway.instances import Pair, Side
 from gateway.merge import Deliver, Ending, Event, Finish, Merge, Token
-from gateway.watch import watch_call
+from gateway.request_watch import watch_call
 from gateway.wire import Link, cancelled_by_us, generate_request, refused_for_draining, tell
 from paceline_proto.v1 import generation_pb2
 

@@ -8,6 +8,7 @@ try of which nobody tells the end (its client went away) lapses after the pause.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from gateway.instances import Pair
@@ -51,6 +52,11 @@ class Breaker:
 
     def succeeded(self, pair: Pair) -> None:
         self._troubles.pop(_route(pair), None)
+
+    def keep(self, known: Container[str]) -> None:
+        """Forgets pairs of which one is not among these addresses."""
+        for route in [r for r in self._troubles if r[0] not in known or r[1] not in known]:
+            del self._troubles[route]
 
 
 def _route(pair: Pair) -> _Route:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ from typing import Any
 
 from gateway.attempt import Attempt, Background, Batch
 from gateway.config import GatewayConfig
-from gateway.errors import unavailable
+from gateway.errors import too_late, unavailable
 from gateway.generation_job import Job
 from gateway.instances import Pair, Side
 from gateway.merge import Ending, Finish
 from gateway.metrics import Metrics
+from gateway.policies import Cost, Placing
 from gateway.registry import Registry
 from gateway.resume import Recovery, cause, ended_by_last, is_busy
-from gateway.router import Cost, Router
+from gateway.router import NoPair, Router
+from gateway.terms import Terms
 
 log = logging.getLogger("paceline.gateway")
 
@@ -42,19 +45,26 @@ class Means:
 
 
 class Course:
-    def __init__(self, means: Means, request_id: str, job: Job, ending_ids: Sequence[int]) -> None:
-        """Starts the first attempt. Raises `ApiError` if no pair serves."""
+    def __init__(
+        self, means: Means, request_id: str, job: Job, ending_ids: Sequence[int], terms: Terms, arrived: float
+    ) -> None:
+        """Starts the first attempt. Raises `ApiError` if no pair serves, or none in time."""
         self.request_id = request_id
         self._means, self._job, self._ending_ids = means, job, ending_ids
-        self._cost = Cost(len(job.prompt_ids), job.sampling.max_tokens)
+        cost = Cost(len(job.prompt_ids), job.sampling.max_tokens)
+        self._placing = Placing(cost, terms.session, job.prompt_ids)
         now = time.monotonic()
-        self._deadline = now + means.config.request_timeout_s
+        self._deadline = arrived + min(means.config.request_timeout_s, terms.timeout_s)
         self._recovery = Recovery(means.config.resumes)
         self._over = asyncio.Event()  # the gateway ends it
         self._delivered: Sequence[int] = ()
-        pair = self._choose(trusted=False)
-        if isinstance(pair, str):
-            raise unavailable(pair)
+        # Later attempts are not turned away: what they are about to answer is half told.
+        pair = self._choose(trusted=False, patience_s=self._deadline - now)
+        if isinstance(pair, NoPair):
+            if pair.late_s > 0.0:
+                means.metrics.turned_away.inc()
+                raise too_late(pair.reason, pair.late_s)
+            raise unavailable(pair.reason)
         self._attempt = self._start(pair, now)
 
     @property
@@ -91,18 +101,18 @@ class Course:
         """Starts the next attempt, or says why there is none."""
         failed, metrics = self._attempt.pair, self._means.metrics
         if not self._recovery.failed(failed, finish):
-            pair: Pair | str = self._recovery.exhausted(finish)
+            pair: Pair | NoPair = NoPair(self._recovery.exhausted(finish))
         else:
             pair = self._choose(trusted=True)
-            if isinstance(pair, str):
+            if isinstance(pair, NoPair):
                 if is_busy(finish) and not self._delivered:
                     return finish  # nothing is lost: the client had better come back later
                 pair = await self._wait_for_pair()
         if self._over.is_set():
             return Finish(Ending.FAILED, "the gateway is stopping", "UNAVAILABLE")
-        if isinstance(pair, str):
+        if isinstance(pair, NoPair):
             metrics.given_up.labels(cause(finish)).inc()
-            return Finish(Ending.FAILED, f"{finish.reason}; not resumed: {pair}", finish.status)
+            return Finish(Ending.FAILED, f"{finish.reason}; not resumed: {pair.reason}", finish.status)
         metrics.resumed(cause(finish), first=self._recovery.attempts == 1)
         log.log(
             logging.INFO if finish.draining else logging.WARNING,
@@ -119,21 +129,23 @@ class Course:
         self._attempt = self._start(pair, time.monotonic())
         return None
 
-    def _choose(self, trusted: bool) -> Pair | str:
-        means = self._means
-        return means.router.choose(means.registry.fleet, time.monotonic(), self._recovery.suspects, trusted)
+    def _choose(self, trusted: bool, patience_s: float = math.inf) -> Pair | NoPair:
+        means, suspects = self._means, self._recovery.suspects
+        return means.router.choose(means.registry.fleet, self._placing, time.monotonic(), suspects, trusted, patience_s)
 
-    async def _wait_for_pair(self) -> Pair | str:
+    async def _wait_for_pair(self) -> Pair | NoPair:
         """Any pair, suspects included once they have been asked whether they still serve."""
-        patience = self._means.config.resume_wait_s
+        patience, left = self._means.config.resume_wait_s, self._deadline - time.monotonic()
         try:
-            async with asyncio.timeout(min(patience, self._deadline - time.monotonic())):
+            async with asyncio.timeout(min(patience, left)):
                 await self._unless_over(self._ask_suspects())
-                while isinstance(pair := self._choose(trusted=False), str) and not self._over.is_set():
+                while isinstance(pair := self._choose(trusted=False), NoPair) and not self._over.is_set():
                     await self._unless_over(self._means.registry.change())
                 return pair
         except TimeoutError:
-            return f"no pair came to serve within {patience:g} s"
+            if left < patience:
+                return NoPair(f"no pair came to serve within the {max(left, 0.0):.1f} s that were left of its time")
+            return NoPair(f"no pair came to serve within {patience:g} s")
 
     async def _ask_suspects(self) -> None:
         await asyncio.sleep(self._recovery.pause_s)
@@ -150,7 +162,8 @@ class Course:
                 task.cancel()
 
     def _start(self, pair: Pair, now: float) -> Attempt:
-        means, cost = self._means, self._cost
+        means = self._means
+        entries = means.router.started(pair, self._placing, now)
         links = {side: means.registry.link(pair.of(side)) for side in Side}
         attempt = Attempt(
             request_id=self.request_id,
@@ -159,11 +172,10 @@ class Course:
             links={side: link for side, link in links.items() if link is not None},
             config=means.config,
             background=means.background,
-            on_side_end=lambda side: means.router.ended(pair.of(side), cost),
+            on_side_end=lambda side: means.router.ended(entries[side]),
             on_broken=lambda side, unreachable: means.registry.failed(pair.of(side), unreachable),
             on_hand_over=lambda worked: means.router.handed_over(pair, worked, time.monotonic()),
         )
-        means.router.started(pair, cost, now)
         means.metrics.attempts.inc()
         attempt.start(self._job, self._delivered, max(self._deadline - now, 0.001))
         return attempt

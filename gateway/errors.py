@@ -7,9 +7,10 @@ response before the first byte of the answer and as an SSE event after it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 1, 600
 
 
 class ApiError(Exception):
@@ -23,6 +24,7 @@ class ApiError(Exception):
         type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -30,6 +32,7 @@ class ApiError(Exception):
         self.type = type
         self.param = param
         self.code = code
+        self._retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -37,7 +40,7 @@ class ApiError(Exception):
     @property
     def retry_after_s(self) -> int | None:
         """Set where asking again later may help."""
-        return RETRY_AFTER_S if self.status in (429, 503) else None
+        return self._retry_after_s if self.status in (429, 503) else None
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -51,6 +54,12 @@ def model_not_found(name: str) -> ApiError:
 def too_busy(limit: int) -> ApiError:
     message = f"the gateway already runs {limit} requests, its limit; try again shortly"
     return ApiError(429, message, type="rate_limit_error", code="too_many_requests")
+
+
+def too_late(message: str, late_s: float) -> ApiError:
+    """It would be answered after its client has stopped waiting. So much later the queue may be short enough."""
+    wait = math.ceil(min(max(late_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S))
+    return ApiError(429, message, type="rate_limit_error", code="too_late", retry_after_s=wait)
 
 
 def unavailable(message: str) -> ApiError:

@@ -46,8 +46,9 @@ from gateway.openai_replies import (
     error_event,
 )
 from gateway.output import Output, Piece
+from gateway.request_watch import RequestWatch, watched
 from gateway.service import Gateway
-from gateway.watch import RequestWatch, watched
+from gateway.terms import Terms, terms_of
 
 log = logging.getLogger("paceline.gateway")
 
@@ -173,6 +174,8 @@ async def _serve(http: web.Request, endpoint: str, watch: RequestWatch) -> tuple
     name = gateway.config.served_name
     if request.model is not None and request.model != name:
         raise model_not_found(request.model)
+    terms = terms_of(http.headers, request.user)
+    await gateway.pair_awaited()
     prompts = await _prompts(gateway, request)
     jobs = make_jobs(request, prompts, gateway.limits(), random.getrandbits(62))
     if len(jobs) > gateway.config.max_inflight:
@@ -184,7 +187,7 @@ async def _serve(http: web.Request, endpoint: str, watch: RequestWatch) -> tuple
     with ExitStack() as courses:
         if len(jobs) > 1:
             courses.enter_context(gateway.admitted(len(jobs) - 1))
-        runs = [_start(courses, http, job, name) for job, name in zip(jobs, _names(http, jobs), strict=True)]
+        runs = [_start(courses, http, job, name, terms) for job, name in zip(jobs, _names(http, jobs), strict=True)]
         answer = Answer(request, _reply(http, request, len(jobs)), runs, prompt_tokens)
         http[PAIR] = answer.pair
         gateway.metrics.prompt_tokens.inc(prompt_tokens)
@@ -201,11 +204,11 @@ def _names(http: web.Request, jobs: Sequence[Job]) -> list[str]:
     return [request_id] if len(jobs) == 1 else [f"{request_id}-{index}" for index in range(len(jobs))]
 
 
-def _start(courses: ExitStack, http: web.Request, job: Job, name: str) -> Run:
-    gateway = http.app[GATEWAY]
-    course = courses.enter_context(gateway.course(name, job))
+def _start(courses: ExitStack, http: web.Request, job: Job, name: str, terms: Terms) -> Run:
+    gateway, arrived = http.app[GATEWAY], http[WATCH].breakdown.arrived
+    course = courses.enter_context(gateway.course(name, job, terms, arrived))
     output = Output(gateway.files.vocabulary, job.stops, job.sampling.min_tokens, gateway.ending_ids(job))
-    return Run(gateway, course, output, http[WATCH].breakdown.arrived)
+    return Run(gateway, course, output, arrived)
 
 
 async def _prompts(gateway: Gateway, request: GenerationRequest) -> list[list[int]]:

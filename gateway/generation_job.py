@@ -23,6 +23,7 @@ class Limits:
 
     max_model_len: int
     vocab_size: int
+    common_len: int = 0  # what fits every pair; a request that names no limit of its own asks for no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ def _max_tokens(request: GenerationRequest, prompt: int, limits: Limits, prompt_
     room = limits.max_model_len - prompt
     wanted = request.wanted_tokens
     if wanted is None:
+        if limits.common_len > prompt:
+            room = min(room, limits.common_len - prompt)
         return room if isinstance(request, ChatRequest) else min(room, COMPLETION_TOKENS)
     param, tokens = wanted
     if tokens > room:

@@ -15,8 +15,8 @@ from aiohttp.typedefs import Handler
 from gateway.errors import ApiError
 from gateway.instances import Pair
 from gateway.openai_replies import encode
+from gateway.request_watch import RequestWatch
 from gateway.service import Gateway
-from gateway.watch import RequestWatch
 
 log = logging.getLogger("paceline.gateway")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Side(Enum):
@@ -59,6 +60,16 @@ class Pair:
     def of(self, side: Side) -> Instance:
         return self.prefill if side is Side.PREFILL else self.decode
 
+    @property
+    def context_limit(self) -> int:
+        """Tokens of prompt plus output that fit both; 0: not known."""
+        return min((i.context_limit for i in (self.prefill, self.decode) if i.context_limit), default=0)
+
+    def takes(self, tokens: int) -> bool:
+        """A request of so many tokens of prompt plus output. All of it must fit the prefill side, too, where it may be
+        resumed."""
+        return not self.context_limit or tokens <= self.context_limit
+
 
 # Field → how people call it. Order is the order of the message.
 _MUST_AGREE = {
@@ -84,33 +95,37 @@ def why_unpairable(prefill: Instance, decode: Instance) -> str | None:
     return "; ".join(differences) or None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fleet:
-    """The instances that take requests now, each list in the order of configuration."""
+    """The instances that take requests now, each list in the order in which they became known."""
 
     prefills: tuple[Instance, ...] = ()
     decodes: tuple[Instance, ...] = ()
 
-    def decodes_for(self, prefill: Instance) -> tuple[Instance, ...]:
-        return tuple(d for d in self.decodes if why_unpairable(prefill, d) is None)
-
-    def pairable_prefills(self) -> tuple[Instance, ...]:
-        return tuple(p for p in self.prefills if self.decodes_for(p))
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """All that fit each other."""
+        return tuple(Pair(p, d) for p in self.prefills for d in self.decodes if why_unpairable(p, d) is None)
 
     def why_no_pair(self) -> str | None:
         """For /health and 503s: what is missing, or None if some pair can serve."""
+        if self.pairs:
+            return None
         if not self.prefills and not self.decodes:
             return "no prefill and no decode instance is serving"
         if not self.prefills:
             return "no prefill instance is serving"
         if not self.decodes:
             return "no decode instance is serving"
-        if not self.pairable_prefills():
-            reason = why_unpairable(self.prefills[0], self.decodes[0])
-            return f"no prefill instance is compatible with a decode instance: {reason}"
-        return None
+        reason = why_unpairable(self.prefills[0], self.decodes[0])
+        return f"no prefill instance is compatible with a decode instance: {reason}"
 
+    @cached_property
     def context_limit(self) -> int | None:
-        """The longest prompt plus output that every serving pair takes."""
-        limits = [i.context_limit for i in (*self.prefills, *self.decodes) if i.context_limit > 0]
-        return min(limits) if limits else None
+        """The longest prompt plus output that some pair takes; 0 or None: not known."""
+        return max((pair.context_limit for pair in self.pairs), default=None)
+
+    @cached_property
+    def common_limit(self) -> int | None:
+        """The longest that every pair takes."""
+        return min((pair.context_limit for pair in self.pairs if pair.context_limit), default=None)

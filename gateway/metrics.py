@@ -64,6 +64,9 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.turned_away = Counter(
+            name("requests_too_late"), "Requests turned away: no first token in their time", registry=registry
+        )
         self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens accepted", registry=registry)
         self.output_tokens = Counter(name("output_tokens"), "Output tokens merged", registry=registry)
         self.request_prompt_tokens = Histogram(

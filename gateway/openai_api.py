@@ -47,6 +47,7 @@ class SamplingFields(RefusedFields, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     n: int | None = None
     return_token_ids: bool | None = None
+    user: Any = None
 
     @property
     def choices_per_prompt(self) -> int:

@@ -1,37 +1,38 @@
 """Knows which instances exist and which of them take requests.
 
-In: endpoints (today a fixed list; whatever discovers them calls `set_endpoints`), and word of
-failed calls. Out: the `Fleet` as it is now, and a `Link` to each instance. Each endpoint has one
-watching task: it asks Bootstrap.Describe with backoff until the instance serves, then every
-`describe_interval_s`, and at once after a failed call. An instance is in the fleet only while its
-last Describe said it serves and no call has found it unreachable since.
+In: a static list, registrations, and word of failed calls. Out: the `Fleet` as it is now, a `Link` to each
+instance, and reports of load. An instance that is in the list and registers is one instance; it is forgotten when
+it is in neither. What is never paired is said once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
-
-import grpc
 
 from gateway.config import GatewayConfig
 from gateway.instances import Fleet, Instance, Side, why_unpairable
-from gateway.wire import PROTO_ROLE, Link, cancelled_by_us, connect, instance_from
-from paceline_proto.v1 import bootstrap_pb2
-from security.secrets import load_if
+from gateway.leases import Leases, Refusal
+from gateway.watch import Description, Watch
+from gateway.wire import PROTO_ROLE, Link, report_from
+from gateway.workbook import Report
+from paceline_proto.v1 import bootstrap_pb2, common_pb2, registry_pb2
+from security.secrets import Secrets
 
 log = logging.getLogger("paceline.gateway")
 
-_FIRST_BACKOFF_S = 0.2
+MOST_INSTANCES = 1024
+_MOST_TOLD = 4096
+_SIDES = {role: side for side, role in PROTO_ROLE.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """host:port of all instances there should be, serving or not."""
+    """host:port of all instances of the static list, serving or not."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -43,166 +44,192 @@ class Endpoints:
         return dict.fromkeys(self.prefill, Side.PREFILL) | dict.fromkeys(self.decode, Side.DECODE)
 
 
-@dataclass(slots=True)
-class _Watched:
-    side: Side
-    link: Link
-    instance: Instance | None = None  # None: takes no requests now
-    status: str = "not asked yet"  # why not, for people
-    look_now: asyncio.Event = field(default_factory=asyncio.Event)
-    looking: bool = False  # it is being asked
-    looked: asyncio.Event = field(default_factory=asyncio.Event)  # it has answered, or not; a new event each time
-    task: asyncio.Task[None] | None = None
-
-
 class Registry:
-    def __init__(self, config: GatewayConfig, highest_token_id: int) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        secrets: Secrets | None,
+        highest_token_id: int,
+        on_report: Callable[[Instance, Report], None] = lambda instance, report: None,
+        on_known: Callable[[list[str]], None] = lambda addresses: None,
+    ) -> None:
+        """`on_known` gets the addresses of all instances there are, when one has gone."""
         self._config = config
-        self._secrets = load_if(config.secrets)
+        self._secrets = secrets
         self._highest_token_id = highest_token_id
-        self._watched: dict[str, _Watched] = {}
+        self._on_report, self._on_known = on_report, on_known
+        self._watched: dict[str, Watch] = {}
+        self._leases = Leases(config.lease_s, MOST_INSTANCES)
         self._told: dict[str, None] = {}  # incompatibilities already in the log
         self._fleet = Fleet()
         self._changed = asyncio.Event()  # a new event at each change
-        self._leaving: list[asyncio.Task[None]] = []  # closing the channels of instances that are no more
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     async def set_endpoints(self, endpoints: Endpoints) -> None:
-        """From now on these are the instances. Calls in flight on others may still end by themselves."""
+        """From now on this is the static list. Calls in flight on others may still end by themselves."""
         sides = endpoints.sides()
-        for address in [a for a, w in self._watched.items() if sides.get(a) is not w.side]:
-            await self._forget(self._watched.pop(address), grace_s=self._config.request_timeout_s)
+        for address, watch in list(self._watched.items()):
+            watch.static = sides.get(address) is watch.side
+        self._forget_the_unknown()
         for address, side in sides.items():
-            if address not in self._watched:
-                watched = _Watched(side, connect(address, self._config, self._secrets))
-                self._watched[address] = watched
-                watched.task = asyncio.create_task(self._watch(watched), name=f"watch {address}")
+            self._watch(address, side).static = True
         self._refresh()
 
+    def start(self) -> None:
+        """Looks after leases from now on."""
+        self._spawn(self._look_after_leases())
+
     async def close(self) -> None:
-        for watched in self._watched.values():
-            await self._forget(watched, grace_s=0.0)
-        self._watched.clear()
-        for task in self._leaving:
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for watch in self._watched.values():
+            await watch.stop()
+            await watch.link.channel.close(grace=None)
+        self._watched.clear()
+
+    def register(self, description: Description) -> Refusal | None:
+        """A heartbeat: instance id, address and role are there. The refusal, if it is not taken."""
+        instance, side = description.instance, _SIDES[description.role]
+        address, name = instance.address, instance.instance_id
+        refusal = self._leases.renew(name, address, instance.epoch, time.monotonic())
+        if refusal is not None:
+            return refusal
+        known = self._watched.get(address)
+        if known is not None and known.side is not side:
+            self._forget(address)
+            known = None
+        if known is None:
+            log.info("%s instance %s at %s has registered (epoch %d)", side.value, name, address, instance.epoch)
+        self._watch(address, side).heard(description)
+        self._forget_the_unknown()
+        return None
+
+    def leave(self, instance: common_pb2.InstanceRef, reason: str) -> None:
+        if self._leases.end(instance.instance_id, instance.epoch):
+            log.info(
+                "instance %s at %s has left: %s", instance.instance_id, instance.address, reason or "no reason given"
+            )
+            self._forget_the_unknown()
 
     @property
     def fleet(self) -> Fleet:
         return self._fleet
 
     def link(self, instance: Instance) -> Link | None:
-        watched = self._watched.get(instance.dialed)
-        return None if watched is None else watched.link
+        watch = self._watched.get(instance.dialed)
+        return None if watch is None else watch.link
 
     def failed(self, instance: Instance, unreachable: bool) -> None:
         """A call on this incarnation failed: it is asked at once; unreachable, it is not used until it has answered."""
-        watched = self._watched.get(instance.dialed)
-        if watched is None or watched.instance != instance:
-            return
-        watched.look_now.set()
-        if unreachable:
-            watched.instance, watched.status = None, "a call failed"
-            self._refresh()
+        watch = self._watched.get(instance.dialed)
+        if watch is not None:
+            watch.failed(instance, unreachable)
 
     async def ask_again(self, instance: Instance) -> None:
         """Waits until the fleet knows what the instance, in whatever incarnation, says of itself from now on."""
-        watched = self._watched.get(instance.dialed)
-        if watched is None:
-            return
-        watched.look_now.set()
-        # An answer to a question of before may be out of date.
-        for _ in range(2 if watched.looking else 1):
-            await watched.looked.wait()
+        watch = self._watched.get(instance.dialed)
+        if watch is not None:
+            await watch.ask_again()
 
     def change(self) -> Coroutine[Any, Any, object]:
         """Waits until the fleet is another one than at the call."""
         return self._changed.wait()
 
     def describe(self) -> list[dict[str, str | bool]]:
-        """For people: every endpoint and what is known of it."""
+        """For people: every instance and what is known of it."""
         return [
             {"address": address, "role": w.side.value, "serving": w.instance is not None, "status": w.status}
             for address, w in self._watched.items()
         ]
 
-    async def _forget(self, watched: _Watched, grace_s: float) -> None:
-        if watched.task is not None:
-            watched.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await watched.task
-        watched.looked.set()  # nobody need wait for an answer any more
-        if grace_s == 0.0:
-            await watched.link.channel.close(grace=None)
-            return
-        self._leaving = [task for task in self._leaving if not task.done()]
-        self._leaving.append(asyncio.create_task(watched.link.channel.close(grace=grace_s)))
-
-    async def _watch(self, watched: _Watched) -> None:
-        backoff = _FIRST_BACKOFF_S
-        while True:
-            watched.look_now.clear()
-            watched.looking = True
-            await self._look(watched)
-            watched.looking = False
-            watched.looked.set()
-            watched.looked = asyncio.Event()
-            if watched.instance is not None:
-                backoff = _FIRST_BACKOFF_S
-                pause = self._config.describe_interval_s
-            else:
-                pause, backoff = backoff, min(backoff * 2, self._config.describe_interval_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await watched.look_now.wait()
-
-    async def _look(self, watched: _Watched) -> None:
-        address = watched.link.address
-        try:
-            description = await watched.link.bootstrap.Describe(
-                bootstrap_pb2.DescribeRequest(), timeout=self._config.describe_timeout_s
+    def registered(self) -> registry_pb2.WatchResponse:
+        """The same for programs, in order of names."""
+        leases, now = self._leases.held(), time.monotonic()
+        known = []
+        for address, watch in self._watched.items():
+            unknown = bootstrap_pb2.DescribeResponse(
+                instance=common_pb2.InstanceRef(address=address), role=PROTO_ROLE[watch.side]
             )
-        except grpc.aio.AioRpcError as error:
-            instance, status = None, f"{error.code().name}: {error.details()}"
-        except asyncio.CancelledError:
-            if cancelled_by_us():
-                raise
-            instance, status = None, "it cancelled the call"
-        else:
-            instance, status = self._judge(watched, description)
-        if instance != watched.instance:
-            if instance is not None:
-                words = "%s instance %s at %s serves (epoch %d)"
-                log.info(words, watched.side.value, instance.instance_id, address, instance.epoch)
-            else:
-                log.warning("%s instance at %s takes no requests: %s", watched.side.value, address, status)
-        watched.instance, watched.status = instance, status
+            lease = leases.get(address)
+            known.append(
+                registry_pb2.RegisteredInstance(
+                    description=watch.description or unknown,
+                    used=watch.instance is not None,
+                    status=watch.status,
+                    lease_left_s=None if lease is None else max(lease.until - now, 0.0),
+                )
+            )
+        known.sort(key=lambda one: (one.description.instance.instance_id, one.description.instance.address))
+        return registry_pb2.WatchResponse(instances=known)
+
+    def _watch(self, address: str, side: Side) -> Watch:
+        if address not in self._watched:
+            self._watched[address] = Watch(
+                address, side, self._config, self._secrets, self._highest_token_id, self._news
+            )
+        return self._watched[address]
+
+    def _news(self, watch: Watch) -> None:
+        report = None if watch.description is None else report_from(watch.description)
+        if watch.instance is not None and report is not None:
+            self._on_report(watch.instance, report)
         self._refresh()
 
-    def _judge(self, watched: _Watched, description: bootstrap_pb2.DescribeResponse) -> tuple[Instance | None, str]:
-        if description.role != PROTO_ROLE[watched.side]:
-            return None, f"it is not a {watched.side.value} instance"
-        if not description.serving:
-            return None, description.not_serving_reason or "not serving"
-        if 0 < description.vocab_size <= self._highest_token_id:
-            # Another model's tokenizer would produce ids this one cannot embed.
-            return None, f"its vocabulary of {description.vocab_size} ids is smaller than the gateway's tokenizer's"
-        return instance_from(watched.link.address, watched.side, description), "serving"
+    async def _look_after_leases(self) -> None:
+        every = self._config.lease_s / 10
+        while True:
+            for name in self._leases.look(time.monotonic(), every):
+                log.warning("instance %s has been silent for %g s and is forgotten", name, self._config.lease_s)
+            self._forget_the_unknown()
+            await asyncio.sleep(every)
+
+    def _forget_the_unknown(self) -> None:
+        leased = self._leases.held()
+        gone = [address for address, watch in self._watched.items() if not watch.static and address not in leased]
+        for address in gone:
+            self._forget(address)
+        if gone:
+            self._on_known(list(self._watched))
+            self._refresh()
+
+    def _forget(self, address: str) -> None:
+        self._spawn(self._see_off(self._watched.pop(address)))
+
+    async def _see_off(self, watch: Watch) -> None:
+        await watch.stop()
+        # What is in flight there may still end by itself.
+        await watch.link.channel.close(grace=self._config.request_timeout_s)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def _refresh(self) -> None:
         def serving(side: Side) -> tuple[Instance, ...]:
-            return tuple(w.instance for w in self._watched.values() if w.side is side and w.instance is not None)
+            found = [w.instance for w in self._watched.values() if w.side is side and w.instance is not None]
+            # One that registers under another name of its address than the list has is still one.
+            return tuple({(one.instance_id, one.address): one for one in found}.values())
 
-        before, self._fleet = self._fleet, Fleet(serving(Side.PREFILL), serving(Side.DECODE))
-        if self._fleet != before:
-            self._changed.set()
-            self._changed = asyncio.Event()
-        for prefill in self._fleet.prefills:
-            for decode in self._fleet.decodes:
-                reason = why_unpairable(prefill, decode)
-                if reason is None:
-                    continue
-                message = f"{prefill.instance_id} ({prefill.dialed}) and {decode.instance_id} ({decode.dialed})"
-                message += f" are never paired: {reason}"
-                if message not in self._told:
-                    self._told[message] = None
-                    log.warning("%s", message)
+        fleet = Fleet(serving(Side.PREFILL), serving(Side.DECODE))
+        if fleet == self._fleet:
+            return
+        self._fleet = fleet
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for prefill in fleet.prefills:
+            for decode in fleet.decodes:
+                if reason := why_unpairable(prefill, decode):
+                    self._say_once(
+                        f"{prefill.instance_id} ({prefill.dialed}) and {decode.instance_id} ({decode.dialed}) "
+                        f"are never paired: {reason}"
+                    )
+
+    def _say_once(self, message: str) -> None:
+        if message in self._told:
+            return
+        self._told[message] = None
+        if len(self._told) > _MOST_TOLD:
+            del self._told[next(iter(self._told))]
+        log.warning("%s", message)

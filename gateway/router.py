@@ -1,68 +1,93 @@
-"""Chooses the pair of each request and keeps the book of outstanding work.
+"""Chooses the pair of each request.
 
-In: the fleet as it is now, what a request will cost, which instances its earlier attempts suspect, and
-how hand-overs ended. Out: a `Pair`, or the reason why there is none. Pure. Every `started` is followed
-by exactly one `ended` per side; when all have ended every load is zero. Suspicion and troubled pairs
-make other pairs preferred, but never leave a request without any.
+In: the fleet as it is now, what is to be placed, which instances its earlier attempts suspect, how hand-overs
+ended, and what instances say of their load. Out: a `Pair`, or why there is none. Pure. Suspicion and troubled
+pairs make other pairs preferred, but never leave a request without any; a pair that cannot hold the request,
+or that would begin to answer too late for it, is never chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from gateway.breaker import Breaker
 from gateway.instances import Fleet, Instance, Pair, Side
-from gateway.policies import Load, Policy, least_outstanding
+from gateway.policies import LeastWork, Load, Placing, Policy
+from gateway.workbook import Entry, Report, Workbook
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What a request may occupy, in tokens."""
+class NoPair:
+    """Why no pair was chosen, for people."""
 
-    prompt: int
-    output: int  # the most it may generate
-
-    def on(self, side: Side) -> int:
-        # Prefill computes the prompt; decode holds pages for prompt and output.
-        return self.prompt if side is Side.PREFILL else self.prompt + self.output
+    reason: str
+    late_s: float = 0.0  # some pair would do, but for its first token coming so much too late
 
 
 class Router:
-    def __init__(self, policy: Policy = least_outstanding) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy | None = None) -> None:
+        self._policy: Policy = policy or LeastWork()
         self._breaker = Breaker()
-        self._loads: dict[str, Load] = {}
+        self._book = Workbook()
         self._decisions = 0
 
     def choose(
-        self, fleet: Fleet, now: float, suspects: Collection[Instance] = (), trusted: bool = False
-    ) -> Pair | str:
+        self,
+        fleet: Fleet,
+        placing: Placing,
+        now: float,
+        suspects: Collection[Instance] = (),
+        trusted: bool = False,
+        patience_s: float = math.inf,
+    ) -> Pair | NoPair:
         """A compatible pair with as few suspects as can be, or with none if it must be `trusted`.
 
-        Or, for people, why there is none.
+        `patience_s`: how long the request can wait for its first token.
         """
         reason = fleet.why_no_pair()
         if reason is not None:
-            return reason
-        pairs = [Pair(prefill, decode) for prefill in fleet.prefills for decode in fleet.decodes_for(prefill)]
-        due = {pair: self._breaker.due(pair) for pair in pairs}
-        usable = [pair for pair in pairs if due[pair] <= now] or [min(pairs, key=due.__getitem__)]
-        doubts = {pair: (pair.prefill in suspects) + (pair.decode in suspects) for pair in usable}
-        fewest = min(doubts.values())
+            return NoPair(reason)
+        tokens = placing.cost.prompt + placing.cost.output
+        pairs = [pair for pair in fleet.pairs if pair.takes(tokens)]
+        if not pairs:
+            return NoPair(
+                f"of the pairs that serve none takes {tokens} tokens; the largest takes {fleet.context_limit}"
+            )
+        due = [self._breaker.due(pair) for pair in pairs]
+        usable = [pair for pair, at in zip(pairs, due, strict=True) if at <= now] or [pairs[due.index(min(due))]]
+        doubts = [(pair.prefill in suspects) + (pair.decode in suspects) if suspects else 0 for pair in usable]
+        fewest = min(doubts)
         if trusted and fewest:
-            return "no other pair is free of the instances that failed"
-        best = [pair for pair in usable if doubts[pair] == fewest]
-        prefill = self._policy(list(dict.fromkeys(pair.prefill for pair in best)), self._loads)
-        decode = self._policy([pair.decode for pair in best if pair.prefill == prefill], self._loads)
+            return NoPair("no other pair is free of the instances that failed")
+        best = [pair for pair, doubt in zip(usable, doubts, strict=True) if doubt == fewest]
+        prefills = list(dict.fromkeys(pair.prefill for pair in best))
+        waits = [self.first_token_s(prefill, placing) for prefill in prefills]
+        in_time = [prefill for prefill, wait in zip(prefills, waits, strict=True) if wait <= patience_s]
+        if not in_time:
+            return NoPair(
+                f"the first token is expected in {min(waits):.1f} s, but the request has only {patience_s:.1f} s",
+                min(waits) - patience_s,
+            )
+        prefill = self._chosen(in_time, placing)
+        decode = self._chosen([pair.decode for pair in best if pair.prefill == prefill], placing)
         return Pair(prefill, decode)
 
-    def started(self, pair: Pair, cost: Cost, now: float) -> None:
-        """The pair that `choose` gave is used."""
+    def first_token_s(self, prefill: Instance, placing: Placing) -> float:
+        """Seconds until prefill will have computed what is queued there and this prompt; 0: its speed is not known."""
+        load = self._book.load_of(prefill)
+        return (load.tokens + placing.cost.prompt) / load.rate if load.rate else 0.0
+
+    def started(self, pair: Pair, placing: Placing, now: float) -> dict[Side, Entry]:
+        """The pair that `choose` gave is used. What is given is handed back, by side, when that has ended."""
         self._decisions += 1
-        self._charge(pair.prefill, cost)
-        self._charge(pair.decode, cost)
         self._breaker.chosen(pair, now)
+        return {side: self._book.started(pair.of(side), placing.cost, self._decisions) for side in Side}
+
+    def ended(self, entry: Entry) -> None:
+        """The instance is done with a request that was started on it."""
+        self._book.ended(entry)
 
     def handed_over(self, pair: Pair, worked: bool, now: float) -> None:
         """A hand-over between the two ended."""
@@ -71,20 +96,18 @@ class Router:
         else:
             self._breaker.failed(pair, now)
 
-    def ended(self, instance: Instance, cost: Cost) -> None:
-        """The instance is done with a request that was started on it."""
-        load = self._loads[instance.dialed]
-        tokens, requests = load.tokens - cost.on(instance.side), load.requests - 1
-        assert tokens >= 0 and requests >= 0, f"more work ended on {instance.dialed} than was given: {load}"
-        self._loads[instance.dialed] = replace(load, tokens=tokens, requests=requests)
+    def reported(self, instance: Instance, report: Report) -> None:
+        """The instance has told its load."""
+        self._book.reported(instance, report)
+
+    def keep(self, known: Collection[str]) -> None:
+        """These are all addresses of instances there are; the rest may be forgotten."""
+        self._book.keep(known)
+        self._breaker.keep(known)
 
     def load_of(self, instance: Instance) -> Load:
-        return self._loads.get(instance.dialed, Load())
+        return self._book.load_of(instance)
 
-    def _charge(self, instance: Instance, cost: Cost) -> None:
-        load = self.load_of(instance)
-        self._loads[instance.dialed] = Load(
-            requests=load.requests + 1,
-            tokens=load.tokens + cost.on(instance.side),
-            last_chosen=self._decisions,
-        )
+    def _chosen(self, candidates: Sequence[Instance], placing: Placing) -> Instance:
+        loads = {candidate.dialed: self._book.load_of(candidate) for candidate in candidates}
+        return self._policy.choose(candidates, loads, placing)

@@ -7,6 +7,7 @@ choice of a request, never exceeds `max_inflight`; every started course is in `_
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -17,8 +18,12 @@ from gateway.errors import ApiError, too_busy, unavailable
 from gateway.generation_job import Job, Limits
 from gateway.metrics import Metrics
 from gateway.model_files import ModelFiles
+from gateway.policies import policy_named
 from gateway.registry import Endpoints, Registry
+from gateway.registry_server import RegistryServer
 from gateway.router import Router
+from gateway.terms import Terms
+from security.secrets import load_if
 from telemetry.otlp import make_tracer
 
 _LONG_TEXT = 32_768  # characters; tokenizing more would hold up the streams of others
@@ -30,8 +35,10 @@ class Gateway:
         self.files = files
         self.metrics = Metrics()
         self.tracer = make_tracer(config.otlp, "paceline-gateway", f"{config.host}:{config.port}")
-        self.registry = Registry(config, files.highest_token_id)
-        self.router = Router()
+        self.router = Router(policy_named(config.policy, random.randrange))
+        self._secrets = load_if(config.secrets)
+        self.registry = Registry(config, self._secrets, files.highest_token_id, self.router.reported, self.router.keep)
+        self.registry_port = 0  # of the server where instances register, if there is one
         self.stopping = False
         self.in_flight = 0
         self._background = Background()
@@ -43,16 +50,30 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         await self.registry.set_endpoints(Endpoints(self.config.prefill, self.config.decode))
+        self.registry.start()
+        server = RegistryServer(self.registry, self.config.lease_s, self._secrets) if self.config.registry else None
         try:
+            if server is not None:
+                self.registry_port = await server.start(self.config.registry)
             yield
         finally:
             await self._background.close()
+            if server is not None:
+                await server.stop()
             await self.registry.close()
             self.tracer.close()
 
     def limits(self) -> Limits:
-        """What fits every instance that serves now, or the model itself while none does."""
-        return Limits(self.registry.fleet.context_limit() or self.files.max_model_len, self.files.vocab_size)
+        """What some pair takes that serves now, or the model itself while none does."""
+        fleet, largest = self.registry.fleet, self.files.max_model_len
+        return Limits(fleet.context_limit or largest, self.files.vocab_size, fleet.common_limit or largest)
+
+    async def pair_awaited(self) -> None:
+        """Waits a little while no pair serves: a restart is often over soon, and a new gateway learns who is there."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.pair_wait_s):
+                while self.registry.fleet.why_no_pair() is not None and not self.stopping:
+                    await self.registry.change()
 
     def why_unavailable(self) -> str | None:
         return "the gateway is stopping" if self.stopping else self.registry.fleet.why_no_pair()
@@ -76,9 +97,9 @@ class Gateway:
             self.metrics.in_flight.dec(places)
 
     @contextmanager
-    def course(self, request_id: str, job: Job) -> Iterator[Course]:
+    def course(self, request_id: str, job: Job, terms: Terms, arrived: float) -> Iterator[Course]:
         """A started choice of a request. Leaving early ends it on both sides."""
-        course = Course(self._means, request_id, job, self.ending_ids(job))
+        course = Course(self._means, request_id, job, self.ending_ids(job), terms, arrived)
         self._courses[request_id] = course
         try:
             yield course

@@ -1,115 +1,153 @@
-"""Follows one request for metrics and traces, beside the code that serves it.
+"""One instance as the gateway sees it: what it says of itself, and whether calls reach it.
 
-In: what handlers and calls tell it as they go. Out: the phases of the time to the first token as histogram and
-header, and a span per phase and call. A request's watch is in a context variable, which the tasks that the request
-starts inherit; where there is none (a test of a part), nothing is watched.
+In: answers to Bootstrap.Describe, heartbeats, failed calls. Out: the `Instance`, or None while it gets no new
+requests, with the reason. Invariant: there is an `Instance` only if the last description said that it serves,
+and no call has found it unreachable since it was last asked.
+
+One that registers tells its changes itself; it is asked when it is new, and after failed calls. One of a static
+list is asked again and again. A single answer that does not come is no reason to part with one that serves.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
 
-from gateway.instances import Pair, Side
-from gateway.metrics import Metrics
-from gateway.phases import OWN, Breakdown
-from paceline_proto.v1 import generation_pb2
-from telemetry.spans import Attributes, Span, Tracer
+import grpc
 
-_current: ContextVar[RequestWatch | None] = ContextVar("request watch", default=None)
+from gateway.config import GatewayConfig
+from gateway.instances import Instance, Side
+from gateway.wire import PROTO_ROLE, cancelled_by_us, connect, instance_from
+from paceline_proto.v1 import bootstrap_pb2
+from security.secrets import Secrets
 
+log = logging.getLogger("paceline.gateway")
 
-@dataclass(slots=True)
-class RequestWatch:
-    metrics: Metrics
-    span: Span
-    breakdown: Breakdown
-    outcome: str = "failed"
-
-    def parsed(self) -> None:
-        self.breakdown.parsed(time.monotonic())
-
-    def delivered(self) -> None:
-        """Called after every write to the client; the first after a token counts."""
-        self.breakdown.delivered(time.monotonic())
-
-    def ended(self) -> None:
-        breakdown = self.breakdown
-        if breakdown.told:
-            self.metrics.first_token_phases(breakdown.parts)
-        at = breakdown.arrived
-        for name, seconds in breakdown.parts:
-            if name in OWN:
-                self.span.add(name, _us(at), _us(at + seconds))
-            at += seconds
-        self.span.describe({"outcome": self.outcome})
-        if self.outcome in ("failed", "timeout"):
-            self.span.failed(self.outcome)
-        self.span.end(_us(time.monotonic()))
+_FIRST_BACKOFF_S = 0.2
+Description = bootstrap_pb2.DescribeResponse
 
 
-@contextmanager
-def watched(
-    metrics: Metrics, tracer: Tracer, name: str, headers: Mapping[str, str], arrived: float
-) -> Iterator[RequestWatch]:
-    """`headers`: the client's; its trace goes on."""
-    carrier = {key.lower(): value for key, value in headers.items()}
-    watch = RequestWatch(metrics, tracer.begin(name, carrier, _us(arrived)), Breakdown(arrived))
-    token = _current.set(watch)
-    try:
-        yield watch
-    finally:
-        _current.reset(token)
-        watch.ended()
+class Watch:
+    def __init__(
+        self,
+        address: str,
+        side: Side,
+        config: GatewayConfig,
+        secrets: Secrets | None,
+        highest_token_id: int,
+        on_news: Callable[[Watch], None],
+    ) -> None:
+        self.side, self.link = side, connect(address, config, secrets)
+        self.static = False  # it is in a list, so that it is asked from time to time
+        self.description: Description | None = None
+        self.instance: Instance | None = None
+        self.status = "not asked yet"  # why it is not used, for people
+        self._config, self._highest_token_id, self._on_news = config, highest_token_id, on_news
+        self._look_now = asyncio.Event()
+        self._looking = False  # it is being asked
+        self._looked = asyncio.Event()  # it has answered, or not; a new event each time
+        self._reached = False  # what it said last time, it said to us
+        self._task = asyncio.create_task(self._run(), name=f"watch {address}")
 
+    @property
+    def address(self) -> str:
+        return self.link.address
 
-@dataclass(slots=True)
-class CallWatch:
-    """One call to one side of a pair."""
+    def heard(self, description: Description) -> None:
+        """It told of itself unasked. That it can be called is not known by that."""
+        self.description = description
+        if self._reached:
+            self._take(description)
+        else:
+            self._look_now.set()
 
-    side: Side
-    _watch: RequestWatch | None
-    _span: Span | None
-
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """By which the instance continues the trace."""
-        return tuple(self._span.headers().items()) if self._span is not None else ()
-
-    def heard(self, response: generation_pb2.GenerateResponse, delivered: bool) -> None:
-        """`delivered`: the client gets a token for it."""
-        if self._watch is None:
+    def failed(self, instance: Instance, unreachable: bool) -> None:
+        """A call on this incarnation failed: it is asked at once; unreachable, it is not used until it has answered."""
+        if self.instance != instance:
             return
-        if response.HasField("outcome"):
-            self._watch.metrics.attempt_phases(self.side.value, _phases(response.outcome.phases))
-        elif delivered:
-            self._watch.breakdown.heard(self.side, _phases(response.tokens.phases), time.monotonic())
+        self._look_now.set()
+        if unreachable:
+            self._lose("a call failed")
 
-    def failed(self, reason: str) -> None:
-        if self._span is not None:
-            self._span.failed(reason)
+    async def ask_again(self) -> None:
+        """Waits until it has said what it is from now on, or has not."""
+        self._look_now.set()
+        # An answer to a question of before may be out of date.
+        for _ in range(2 if self._looking else 1):
+            await self._looked.wait()
 
-    def ended(self) -> None:
-        if self._span is not None:
-            self._span.end(_us(time.monotonic()))
+    async def stop(self) -> None:
+        """It is not asked any more; calls in flight go on."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._looked.set()  # nobody need wait for an answer any more
 
+    async def _run(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            self._look_now.clear()
+            self._looking = True
+            await self._look()
+            self._looking = False
+            self._looked.set()
+            self._looked = asyncio.Event()
+            pause: float | None
+            if self.instance is not None:
+                backoff = _FIRST_BACKOFF_S
+                pause = self._config.describe_interval_s if self.static else None
+            else:
+                pause, backoff = backoff, min(backoff * 2, self._config.describe_interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._look_now.wait()
 
-def watch_call(side: Side, pair: Pair, attempt: int) -> CallWatch:
-    """To be made in the task that makes the call, just before it."""
-    watch = _current.get()
-    if watch is None:
-        return CallWatch(side, None, None)
-    now = time.monotonic()
-    watch.breakdown.called(attempt, now)
-    attributes: Attributes = {"attempt": attempt, "instance.id": pair.of(side).instance_id}
-    return CallWatch(side, watch, watch.span.begin(f"{side.value} call", _us(now), "client", attributes))
+    async def _look(self) -> None:
+        patience = 2 if self.instance is not None else 1
+        for left in reversed(range(patience)):
+            try:
+                description = await self.link.bootstrap.Describe(
+                    bootstrap_pb2.DescribeRequest(), timeout=self._config.describe_timeout_s
+                )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and left:
+                    continue
+                self._lose(f"{error.code().name}: {error.details()}")
+            except asyncio.CancelledError:
+                if cancelled_by_us():
+                    raise
+                self._lose("it cancelled the call")
+            else:
+                self._reached = True
+                self._take(description)
+            return
 
+    def _take(self, description: Description) -> None:
+        self.description = description
+        self._become(*self._judge(description))
 
-def _phases(told: Iterable[generation_pb2.Phase]) -> list[tuple[str, float]]:
-    return [(phase.name, phase.seconds) for phase in told]
+    def _lose(self, why: str) -> None:
+        self._reached = False
+        self._become(None, why)
 
+    def _become(self, instance: Instance | None, status: str) -> None:
+        if instance != self.instance:
+            if instance is not None:
+                words = "%s instance %s at %s serves (epoch %d)"
+                log.info(words, self.side.value, instance.instance_id, self.address, instance.epoch)
+            else:
+                log.warning("%s instance at %s takes no requests: %s", self.side.value, self.address, status)
+        self.instance, self.status = instance, status
+        self._on_news(self)
 
-def _us(seconds: float) -> int:
-    return int(seconds * 1e6)
+    def _judge(self, description: Description) -> tuple[Instance | None, str]:
+        if description.role != PROTO_ROLE[self.side]:
+            return None, f"it is not a {self.side.value} instance"
+        if not description.serving:
+            return None, description.not_serving_reason or "not serving"
+        if 0 < description.vocab_size <= self._highest_token_id:
+            # Another model's tokenizer would produce ids this one cannot embed.
+            return None, f"its vocabulary of {description.vocab_size} ids is smaller than the gateway's tokenizer's"
+        return instance_from(self.address, self.side, description), "serving"

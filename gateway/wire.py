@@ -7,6 +7,7 @@ except the calls themselves (`registry`, `attempt`).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.generation_job import Job, Sampling
 from gateway.instances import Instance, Side
 from gateway.merge import Event, Merge, SideEnd, Token
+from gateway.workbook import Report
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 from security.channels import dial
 from security.secrets import Secrets
@@ -102,6 +104,20 @@ def instance_from(dialed: str, side: Side, description: bootstrap_pb2.DescribeRe
 def refused_for_draining(error: grpc.aio.AioRpcError) -> bool:
     """The instance takes nothing new, and nothing of it has failed."""
     return any(key == "paceline-draining" for key, _ in error.trailing_metadata() or ())
+
+
+def report_from(description: bootstrap_pb2.DescribeResponse) -> Report | None:
+    """None if it does not tell its load."""
+    if not description.HasField("load"):
+        return None
+    load = description.load
+    rate = load.prefill_tokens_per_second
+    return Report(
+        queued_tokens=load.queued_prefill_tokens,
+        free_pages=load.free_pages,
+        requests=load.requests,
+        prefill_rate=rate if 0.0 < rate < math.inf else 0.0,
+    )
 
 
 def _sampling(sampling: Sampling) -> generation_pb2.SamplingParams:

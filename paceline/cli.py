@@ -29,6 +29,7 @@ from paceline.engine_options import (
     daemon_config,
     model_folder,
 )
+from paceline.gateway_options import DEFAULT_REGISTRY, add_gateway_options
 from paceline.operate_options import add_operator_commands
 from paceline.transfer_bench.options import add_options as add_transfer_bench_options
 
@@ -96,6 +97,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_key_options(group)
     group.add_argument("--ask", metavar="QUESTION", help="ask this once the cluster is ready, then go on serving")
     _add_run_dir(group)
+    add_gateway_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_run_up)
 
@@ -215,24 +217,23 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             f"--{role}",
             type=ADDRESS,
             nargs="+",
-            required=True,
             metavar="HOST:PORT",
-            help=f"gRPC addresses of {role} instances",
+            help=f"gRPC addresses of {role} instances that do not register",
         )
+    parser.add_argument(
+        "--registry",
+        type=ADDRESS,
+        metavar="HOST:PORT",
+        help=f"where instances register (default: {DEFAULT_REGISTRY}; nowhere if instances are listed)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=PORT, default=8000, help="default: %(default)s")
     add_security_options(parser)
     add_model_options(parser)
     add_tracing_option(parser)
+    add_gateway_options(parser)
     group = parser.add_argument_group("limits")
     add_key_options(group)
-    group.add_argument(
-        "--max-inflight",
-        type=AT_LEAST_ONE,
-        default=1024,
-        metavar="N",
-        help="requests at once; more get 429 (default: 1024)",
-    )
     group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="in seconds (default: 600)")
     group.add_argument(
         "--shutdown-grace",
@@ -240,20 +241,6 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=10.0,
         metavar="S",
         help="for requests in flight at SIGTERM (default: 10)",
-    )
-    group.add_argument(
-        "--resumes",
-        type=AT_LEAST_ZERO,
-        default=3,
-        metavar="N",
-        help="times a request goes on elsewhere after what served it has failed (default: 3)",
-    )
-    group.add_argument(
-        "--resume-wait",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="how long it waits until a pair serves again (default: 120)",
     )
     parser.set_defaults(run=_run_gateway)
 

@@ -1,7 +1,8 @@
 """Decides what a local cluster consists of, before anything is started.
 
 In: the options of `paceline up`. Out: a `Plan`: the command, the address, the log and the probe of
-every part. Daemons listen on free loopback ports; the gateway's is the user's.
+every part. Daemons listen on free loopback ports, and register
+with the gateway at another; the gateway's own is the user's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from paceline.child import Answer, ChildSpec
 from paceline.config import cluster_secrets, free_ports
 from paceline.engine_options import repeat_keys, repeat_options, repeat_security
+from paceline.gateway_options import repeat_gateway_options
 from paceline.health import GatewayProbe, InstanceProbe, close_all
 
 GATEWAY_GRACE = 5.0  # for requests in flight; less than a child is given to stop
@@ -33,7 +35,7 @@ class Plan:
 def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> Plan:
     roles = ["prefill"] * options.prefill_instances + ["decode"] * options.decode_instances
     names = [f"{role}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
-    free = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2 * len(roles))]
+    registry, *free = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", 1 + 2 * len(roles))]
     addresses, metrics = free[: len(roles)], free[len(roles) :]
     secrets = cluster_secrets(options.secrets)
     instances = [InstanceProbe(address, secrets) for address in addresses]
@@ -43,7 +45,7 @@ def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> 
             name,
             role,
             address,
-            _instance_command(options, role, name, address, told, model, run_dir),
+            [*_instance_command(options, role, name, address, told, model, run_dir), "--gateway", registry],
             run_dir,
             probe,
             told,
@@ -57,12 +59,10 @@ def plan(options: argparse.Namespace, model: Path, run_dir: Path, port: int) -> 
     gateway = GatewayProbe(url)
     command = (
         f"gateway --host {options.host} --port {port} --request-timeout {options.request_timeout} "
-        f"--shutdown-grace {GATEWAY_GRACE}"
+        f"--shutdown-grace {GATEWAY_GRACE} --registry {registry}"
     ).split()
-    command += ["--model", str(model), "--model-name", model_name, *repeat_security(options), *repeat_keys(options)]
-    command += ["--otlp", options.otlp] if options.otlp else []
-    for role in ("prefill", "decode"):
-        command += [f"--{role}", *(address for of, _, address, _ in parts if of == role)]
+    command += ["--model", str(model), "--model-name", model_name, *repeat_gateway_options(options)]
+    command += [*repeat_security(options), *repeat_keys(options), *(("--otlp", options.otlp) if options.otlp else ())]
     specs.append(_spec("gateway", "gateway", f"{host}:{port}", command, run_dir, gateway))
     return Plan(specs, url, model_name, run_dir, lambda: close_all([*instances, gateway]))
 

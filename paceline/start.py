@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from paceline.gateway_options import gateway_arguments
+
 if TYPE_CHECKING:
     from pipeline.io.instance_config import DaemonConfig
 
@@ -29,31 +31,6 @@ def run_instance(config: DaemonConfig) -> NoReturn:
 
 def run_gateway(options: argparse.Namespace, model: Path) -> NoReturn:
     become("gateway.app", *gateway_arguments(options, model))
-
-
-def gateway_arguments(options: argparse.Namespace, model: Path) -> list[str]:
-    arguments = ["--model", str(model), "--host", options.host, "--port", str(options.port)]
-    arguments += ["--secrets", options.secrets, "--api-keys", options.api_keys]
-    if options.insecure:
-        arguments.append("--insecure")
-    if options.model_name:
-        arguments += ["--model-name", options.model_name]
-    if options.otlp:
-        arguments += ["--otlp", options.otlp]
-    for option, value in (
-        ("--key-requests-per-s", options.key_requests_per_second),
-        ("--key-inflight", options.key_inflight),
-        ("--max-inflight", options.max_inflight),
-        ("--request-timeout-s", options.request_timeout),
-        ("--shutdown-grace-s", options.shutdown_grace),
-        ("--resumes", options.resumes),
-        ("--resume-wait-s", options.resume_wait),
-    ):
-        arguments += [option, str(value)]
-    for role in ("prefill", "decode"):
-        for address in getattr(options, role):
-            arguments += [f"--{role}", address]
-    return arguments
 
 
 def become(module: str, *arguments: str) -> NoReturn:

@@ -84,7 +84,7 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
         registry = CollectorRegistry()
         tracer = make_tracer(config.otlp, f"paceline-{config.role}", config.instance)
         server = Server(supervisor, max_model_len, secrets, Observers(config.role, AttemptMetrics(registry), tracer))
-        registration = Registration(config.gateways, server.instance.describe)
+        registration = Registration(config.gateways, server.instance.describe, secrets)
         server.on_change = registration.nudge
         metrics = MetricsServer(registry, supervisor)
         loop = asyncio.get_running_loop()

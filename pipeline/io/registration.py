@@ -18,10 +18,11 @@ import grpc
 
 from paceline_proto.v1 import bootstrap_pb2, registry_pb2, registry_pb2_grpc
 from pipeline.io.address import BadAddress, join_host_port, split_host_port
+from security.channels import dial
+from security.secrets import Secrets
 
 log = logging.getLogger(__name__)
 
-_RESOLVE_EVERY_S = 2.0
 _RESOLVE_PATIENCE_S = 5.0
 _CALL_PATIENCE_S, _LEAVE_PATIENCE_S = 2.0, 0.5
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 1.0
@@ -40,10 +41,6 @@ Describe = Callable[[], bootstrap_pb2.DescribeResponse]
 Resolve = Callable[[str], Awaitable[list[str]]]
 
 
-def dial(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
-
-
 async def resolve(name: str) -> list[str]:
     """All addresses of "host:port". Raises `OSError` or `TimeoutError`."""
     host, port = split_host_port(name)
@@ -53,12 +50,20 @@ async def resolve(name: str) -> list[str]:
 
 
 class Registration:
-    def __init__(self, gateways: Sequence[str], describe: Describe, resolve: Resolve = resolve) -> None:
+    def __init__(
+        self,
+        gateways: Sequence[str],
+        describe: Describe,
+        secrets: Secrets | None = None,
+        resolve: Resolve = resolve,
+        resolve_every_s: float = 2.0,
+    ) -> None:
         """Raises `BadAddress`."""
         for name in gateways:
             if split_host_port(name)[1] == 0:
                 raise BadAddress(f"gateway {name!r} has port 0; name the port of its registry")
-        self._describe, self._resolve = describe, resolve
+        self._describe, self._secrets = describe, secrets
+        self._resolve, self._resolve_every_s = resolve, resolve_every_s
         self._found: dict[str, list[str]] = {name: [] for name in gateways}  # name → its addresses
         self._silent: dict[str, None] = {}  # names that do not resolve; said once
         self._contacts: dict[str, _Contact] = {}
@@ -85,7 +90,7 @@ class Registration:
         while True:
             # Each name by itself: one whose server does not answer must not delay the others.
             await asyncio.gather(*(self._look_up(name) for name in self._found))
-            await asyncio.sleep(_RESOLVE_EVERY_S)
+            await asyncio.sleep(self._resolve_every_s)
 
     async def _look_up(self, name: str) -> None:
         try:
@@ -106,16 +111,16 @@ class Registration:
             await self._contacts.pop(address).close()
         for address in list(wanted)[:_MOST_GATEWAYS]:
             if address not in self._contacts:
-                self._contacts[address] = _Contact(address, self._describe)
+                self._contacts[address] = _Contact(address, self._describe, self._secrets)
 
 
 class _Contact:
     """One gateway: heartbeats until it is closed."""
 
-    def __init__(self, address: str, describe: Describe) -> None:
+    def __init__(self, address: str, describe: Describe, secrets: Secrets | None) -> None:
         self.due = asyncio.Event()  # a heartbeat is wanted now
         self._address, self._describe = address, describe
-        self._channel = dial(address)
+        self._channel = dial(address, secrets, _OPTIONS)
         self._stub: Any = registry_pb2_grpc.RegistryStub(self._channel)
         self._told: str | None = None  # what was last logged about this gateway
         self._task = asyncio.create_task(self._run(), name=f"register with {address}")

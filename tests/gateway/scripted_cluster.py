@@ -44,6 +44,7 @@ async def cluster(
             "decode": (second.address,),
             "drain_s": 0.5,
             "shutdown_grace_s": 0.5,
+            "pair_wait_s": 0.0,
             "describe_interval_s": 0.2,
         }
         async with listening(GatewayConfig(**(settings | config))) as server:

@@ -197,7 +197,7 @@ def test_the_deadline_ends_a_request_that_nothing_else_ends(model_folder: Path) 
             with pytest.raises(openai.APIStatusError) as caught:
                 await ask(c)
             assert caught.value.status_code == 504
-            assert c.decode.asked[0].timeout_s == pytest.approx(0.2)
+            assert 0.1 < c.decode.asked[0].timeout_s <= 0.2
             await until(lambda: c.decode.running == 0)
 
     run(test)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from gateway.generation_job import Job, Sampling
 from gateway.instances import Fleet, Instance, Pair, Side
 from gateway.merge import Deliver, Ending, Event, Finish, Merge, SideEnd, Token
+from gateway.policies import Cost, Placing
 from gateway.resume import MOST_MOVES, Recovery, cause, ended_by_last
-from gateway.router import Router
+from gateway.router import NoPair, Router
 from tests.gateway.test_router import D, P
 
 FAILED = Finish(Ending.FAILED, "it died", "UNAVAILABLE", retryable=True, side=Side.DECODE)
@@ -77,8 +78,8 @@ def test_before_min_tokens_no_token_ends_it() -> None:
 # -- where to ------------------------------------------------------------------------------------------------
 
 
-def choose(router: Router, fleet: Fleet, *suspects: Instance, trusted: bool = False) -> Pair | str:
-    return router.choose(fleet, 1.0, suspects, trusted)
+def choose(router: Router, fleet: Fleet, *suspects: Instance, trusted: bool = False) -> Pair | NoPair:
+    return router.choose(fleet, Placing(Cost(1, 1)), 1.0, suspects, trusted)
 
 
 def test_suspects_are_avoided_while_there_are_others() -> None:
@@ -92,7 +93,9 @@ def test_suspects_are_avoided_while_there_are_others() -> None:
 def test_a_suspect_is_better_than_nothing_but_not_trusted() -> None:
     fleet = Fleet((P[0],), tuple(D[:2]))
     assert choose(Router(), fleet, P[0], D[0]) == Pair(P[0], D[1]), "one suspect rather than two"
-    assert choose(Router(), fleet, P[0], D[0], trusted=True) == "no other pair is free of the instances that failed"
+    assert choose(Router(), fleet, P[0], D[0], trusted=True) == NoPair(
+        "no other pair is free of the instances that failed"
+    )
 
 
 def test_a_troubled_pair_is_left_alone_and_the_soonest_is_taken_if_all_are() -> None:

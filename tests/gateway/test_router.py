@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.instances import Fleet, Instance, Pair, Side, why_unpairable
-from gateway.policies import Load
-from gateway.router import Cost, Router
+from gateway.policies import Cost, Load, Placing
+from gateway.router import NoPair, Router
+from gateway.workbook import Entry
 
 
 def instance(side: Side, name: str) -> Instance:
@@ -25,32 +26,35 @@ P = [instance(Side.PREFILL, f"p{i}") for i in range(3)]
 D = [instance(Side.DECODE, f"d{i}") for i in range(3)]
 
 
-def chosen(router: Router, fleet: Fleet, cost: Cost) -> Pair:
-    pair = router.choose(fleet, 0.0)
+def started(router: Router, fleet: Fleet, cost: Cost) -> tuple[Pair, list[Entry]]:
+    pair = router.choose(fleet, Placing(cost), 0.0)
     assert isinstance(pair, Pair)
-    router.started(pair, cost, 0.0)
-    return pair
+    return pair, list(router.started(pair, Placing(cost), 0.0).values())
+
+
+def chosen(router: Router, fleet: Fleet, cost: Cost) -> Pair:
+    return started(router, fleet, cost)[0]
 
 
 def test_equal_instances_take_turns() -> None:
     router, fleet, cost = Router(), Fleet(tuple(P[:2]), tuple(D)), Cost(10, 5)
     names = []
     for _ in range(6):
-        pair = chosen(router, fleet, cost)
+        pair, entries = started(router, fleet, cost)
         names.append(pair.prefill.instance_id + pair.decode.instance_id)
-        router.ended(pair.prefill, cost)
-        router.ended(pair.decode, cost)
+        for entry in entries:
+            router.ended(entry)
     assert names == ["p0d0", "p1d1", "p0d2", "p1d0", "p0d1", "p1d2"]
 
 
 def test_the_least_work_is_chosen() -> None:
     router, fleet = Router(), Fleet(tuple(P[:2]), tuple(D[:2]))
-    big = chosen(router, fleet, Cost(50, 50))
+    big, (computing, _) = started(router, fleet, Cost(30, 30))
     for _ in range(4):
-        small = chosen(router, fleet, Cost(10, 10))
+        small = chosen(router, fleet, Cost(7, 7))
         assert small.prefill is not big.prefill
         assert small.decode is not big.decode
-    router.ended(big.prefill, Cost(50, 50))
+    router.ended(computing)
     assert chosen(router, fleet, Cost(1, 1)).prefill is big.prefill
 
 
@@ -59,8 +63,8 @@ def test_incompatible_instances_are_never_paired() -> None:
     assert why_unpairable(P[0], other) == "page size 16 and 32"
     pair = chosen(Router(), Fleet((P[0],), (other, D[1])), Cost(1, 1))
     assert pair.decode is D[1]
-    reason = Router().choose(Fleet((P[0],), (other,)), 0.0)
-    assert reason == "no prefill instance is compatible with a decode instance: page size 16 and 32"
+    none = Router().choose(Fleet((P[0],), (other,)), Placing(Cost(1, 1)), 0.0)
+    assert none == NoPair("no prefill instance is compatible with a decode instance: page size 16 and 32")
 
 
 @pytest.mark.parametrize(
@@ -86,22 +90,25 @@ def test_a_prefill_without_partner_is_passed_over() -> None:
     ],
 )
 def test_without_a_pair_the_reason_is_told(fleet: Fleet, reason: str) -> None:
-    assert Router().choose(fleet, 0.0) == reason
+    assert Router().choose(fleet, Placing(Cost(1, 1)), 0.0) == NoPair(reason)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=30))
+@given(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 32)), max_size=30))
 def test_after_all_ended_every_load_is_zero(costs: list[tuple[int, int]]) -> None:
     router, fleet = Router(), Fleet(tuple(P), tuple(D))
-    given_out = [(chosen(router, fleet, Cost(*cost)), Cost(*cost)) for cost in costs]
-    for pair, cost in given_out:
-        router.ended(pair.prefill, cost)
-        router.ended(pair.decode, cost)
+    for entry in [entry for cost in costs for entry in started(router, fleet, Cost(*cost))[1]]:
+        router.ended(entry)
     for one in (*P, *D):
-        assert router.load_of(one) == Load(0, 0, router.load_of(one).last_chosen)
+        assert router.load_of(one) == Load(0, 0, 0.0, router.load_of(one).last_chosen)
 
 
-def test_what_fits_is_what_fits_everywhere() -> None:
-    roomy = replace(D[0], pages=100)
-    assert Fleet((replace(P[0], pages=0),), (roomy,)).context_limit() == 100, "0 pages: not told"
-    assert Fleet((P[0],), (roomy,)).context_limit() == 64
-    assert Fleet().context_limit() is None
+def test_a_request_goes_only_where_it_fits() -> None:
+    """Pools and contexts may differ from pair to pair: the largest says what is taken, each what it gets."""
+    roomy = replace(D[0], pages=100, instance_id="roomy", dialed="roomy:1")
+    fleet = Fleet((replace(P[0], pages=0),), (D[1], roomy))
+    assert (fleet.context_limit, fleet.common_limit) == (100, 64), "0 pages: not told"
+    assert {chosen(Router(), fleet, Cost(60, 5)).decode for _ in range(3)} == {roomy}
+    assert {chosen(Router(), Fleet(fleet.prefills, (D[1],)), Cost(60, 4)).decode} == {D[1]}
+    none = Router().choose(Fleet((P[0],), (D[1],)), Placing(Cost(60, 5)), 0.0)
+    assert none == NoPair("of the pairs that serve none takes 65 tokens; the largest takes 64")
+    assert Fleet().context_limit is None

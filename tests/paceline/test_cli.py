@@ -19,8 +19,8 @@ from gateway.app import parse_arguments
 from paceline.cli import build_parser, main
 from paceline.config import free_ports, parse_address, parse_layers, parse_size, port_problem
 from paceline.engine_options import SHARED, check_ranks, daemon_config
+from paceline.gateway_options import gateway_arguments
 from paceline.local_plan import Plan, plan
-from paceline.start import gateway_arguments
 from pipeline import snapshot
 from pipeline.io.instance_config import DaemonConfig
 from tests.pipeline.ring import Pair
@@ -79,7 +79,7 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
     options = parse(
         "up --prefill-instances 2 --prefill-pp 3 --decode-layers 20,10 --page-size 8 --kv-memory 64M --host 0.0.0.0 "
         "--stage-timeout 7.5 --transfer-device mlx5_0 --insecure --api-keys k --key-inflight 3 "
-        "--key-requests-per-second 1.5"
+        "--key-requests-per-second 1.5 --resumes 7 --resume-wait 9 --policy session"
     )
 
     async def planned() -> Plan:  # its probes want an event loop
@@ -102,8 +102,9 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
 
     gateway = build_parser().parse_args(made.specs[-1].command[3:])
     told = parse_arguments(gateway_arguments(gateway, MODEL))
-    assert told.prefill == (made.specs[0].address, made.specs[1].address)
-    assert told.decode == (made.specs[2].address,)
+    assert {config.gateways for config in configs} == {(told.registry,)}
+    assert (told.prefill, told.decode) == ((), ()), "they register"
+    assert (told.resumes, told.resume_wait_s, told.policy) == (7, 9.0, "session")
     assert (told.host, told.port, told.model, told.served_name) == ("0.0.0.0", 4321, MODEL, "tiny")
     assert told.shutdown_grace_s == 5
     assert (told.insecure, told.api_keys, told.secrets) == (True, str(Path("k").absolute()), "")
@@ -122,7 +123,8 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
         ("prefill --listen 9000", "not an address: '9000' (example: 127.0.0.1:9000)"),
         ("prefill --layers 3,x", "not a layer split: '3,x' (example: 19,11)"),
         ("up --transfer-backend pigeon", "invalid choice: 'pigeon'"),
-        ("gateway --prefill a:1", "the following arguments are required: --decode"),
+        ("gateway --policy luck", "invalid choice: 'luck'"),
+        ("decode --gateway here", "not an address: 'here'"),
         ("", "the following arguments are required: COMMAND"),
     ],
 )
