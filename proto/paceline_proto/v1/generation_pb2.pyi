@@ -259,6 +259,7 @@ class Phase(_message.Message):
     (decode, its KV is in host memory), abort, reply (from the log to this message). docs/metrics.md says more.
     """
     seconds: _builtins.float
+    """How long it took."""
     def __init__(
         self,
         *,

@@ -21,6 +21,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ReadTimelineRequest(_message.Message):
+    """Which part of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SECONDS_FIELD_NUMBER: _builtins.int
@@ -54,19 +56,29 @@ class RankTimeline(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     HAND_OVERS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
+    """Which side of a pair that is."""
     rank: _builtins.int
+    """Its place in the pipeline, from 0."""
     wall_offset_us: _builtins.int
     """To be added to make a time one of the host's wall clock. Hosts compare as well as their wall clocks agree."""
     now_us: _builtins.int
     """When this was told."""
     @_builtins.property
-    def instance(self) -> _common_pb2.InstanceRef: ...
+    def instance(self) -> _common_pb2.InstanceRef:
+        """Whose rank it is."""
+
     @_builtins.property
-    def ticks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TickTimes]: ...
+    def ticks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TickTimes]:
+        """Microbatches, in order of launch."""
+
     @_builtins.property
-    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___EntryTimes]: ...
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___EntryTimes]:
+        """Entries of the log, in order."""
+
     @_builtins.property
-    def hand_overs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOverTimes]: ...
+    def hand_overs(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandOverTimes]:
+        """Transfers of KV, in order of their end."""
+
     def __init__(
         self,
         *,
@@ -105,12 +117,17 @@ class TickTimes(_message.Message):
     ENDED_US_FIELD_NUMBER: _builtins.int
     HARVESTED_US_FIELD_NUMBER: _builtins.int
     tick: _builtins.int
+    """Its number in the log."""
     slot: _builtins.int
+    """Which of the microbatches in flight it was."""
     rows: _builtins.int
+    """Requests in it."""
     tokens: _builtins.int
+    """Positions it computed."""
     request_id: _builtins.str
     """Request of its first row, and the position of that row's first token."""
     start: _builtins.int
+    """See request_id."""
     launched_us: _builtins.int
     """Queued for the executor."""
     began_us: _builtins.int
@@ -157,12 +174,15 @@ class EntryTimes(_message.Message):
     BALLOTS_FIELD_NUMBER: _builtins.int
     LAUNCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    """Its number."""
     clock_us: _builtins.int
     """Rank 0's clock when it was composed."""
     applied_us: _builtins.int
+    """This rank applied it."""
     inputs: _builtins.int
     """Requests, aborts, admissions, verdicts and returns in it."""
     ballots: _builtins.int
+    """Ballots it opens."""
     launch: _builtins.int
     """The tick it launches, or 0."""
     def __init__(
@@ -196,8 +216,11 @@ class HandOverTimes(_message.Message):
     room: _builtins.str
     """"request/attempt"."""
     began_us: _builtins.int
+    """Prefill: the first write; decode: the destinations were told."""
     ended_us: _builtins.int
+    """Everything had arrived, or the room was closed."""
     good: _builtins.bool
+    """It arrived whole."""
     def __init__(
         self,
         *,
