@@ -33,7 +33,7 @@ class ScriptedGateway:
 
 @contextmanager
 def scripted_gateway(
-    rate: float, batch: int, gateway_options: list[str], profile: Path | None = None
+    rate: float, batch: int, gateway_options: list[str], profile: Path | None = None, first_after: float = 0.0
 ) -> Iterator[ScriptedGateway]:
     """`profile`: the gateway runs under cProfile, which writes there."""
     children: list[subprocess.Popen[str]] = []
@@ -50,7 +50,7 @@ def scripted_gateway(
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         stamps = Path(folder) / "stamps.json"
         try:
-            prefill = instance("prefill")
+            prefill = instance("prefill", "--first-after", str(first_after))
             decode = instance("decode", "--rate", str(rate), "--batch", str(batch), "--stamps", str(stamps))
             port = free_port()
             profiled = ("-m", "cProfile", "-o", str(profile)) if profile is not None else ()

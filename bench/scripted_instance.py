@@ -1,9 +1,9 @@
 """An instance without a model, as a process of its own: what the gateway costs is measured against it.
 
 `python -m bench.scripted_instance prefill|decode [--rate TOKENS] [--batch N] [--stamps FILE]` prints its address. In:
-Generate calls. Out: prefill tells the first token and hands over; decode tells one token after the other, `rate` per
-second and stream, the streams of a batch at the same moments as a microbatch does; 0 is as fast as it can. At SIGTERM
-it writes the moment of every token: JSON, the first prompt id → moments on this machine's monotonic clock.
+Generate calls. Out: prefill waits, tells the first token and hands over; decode tells one token after the other, `rate`
+per second and stream, the streams of a batch at the same moments as a microbatch does; 0 is as fast as it can. At
+SIGTERM it writes the moment of every token: JSON, the first prompt id → moments on this machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ FIRST_WORD, WORDS = 1000, 20000  # token ids that are plain text in the default 
 
 
 class ScriptedInstance(generation_pb2_grpc.GenerationServicer, bootstrap_pb2_grpc.BootstrapServicer):
-    def __init__(self, prefill: bool, model: str, rate: float, batch: int) -> None:
+    def __init__(self, prefill: bool, model: str, rate: float, batch: int, first_after: float) -> None:
         self._prefill, self._model, self._rate, self._batch = prefill, model, rate, batch
+        self._first_after = first_after
         self.address = ""
         self.stamps: dict[int, list[float]] = {}
 
@@ -47,6 +48,7 @@ class ScriptedInstance(generation_pb2_grpc.GenerationServicer, bootstrap_pb2_grp
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         if self._prefill:
+            await asyncio.sleep(self._first_after)
             yield _token(0, request.prompt_ids[0])
             yield _outcome(Kind.KIND_HANDED_OVER, 1)
             return
@@ -79,7 +81,9 @@ def _outcome(kind: Kind.ValueType, count: int) -> generation_pb2.GenerateRespons
 
 
 async def serve(options: argparse.Namespace) -> None:
-    instance = ScriptedInstance(options.role == "prefill", options.model_name, options.rate, options.batch)
+    instance = ScriptedInstance(
+        options.role == "prefill", options.model_name, options.rate, options.batch, options.first_after
+    )
     server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
     generation_pb2_grpc.add_GenerationServicer_to_server(instance, server)
     bootstrap_pb2_grpc.add_BootstrapServicer_to_server(instance, server)
@@ -100,6 +104,7 @@ def main() -> None:
     parser.add_argument("--model-name", default="SmolLM2-135M-Instruct")
     parser.add_argument("--rate", type=float, default=0.0, help="tokens per second of each stream; 0: no pause")
     parser.add_argument("--batch", type=int, default=32, help="streams that tick together (default: 32)")
+    parser.add_argument("--first-after", type=float, default=0.0, metavar="S", help="time of a prefill (default: 0)")
     parser.add_argument("--stamps", type=Path, help="write the moments of all tokens here")
     asyncio.run(serve(parser.parse_args()))
 
