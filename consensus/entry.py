@@ -2,7 +2,8 @@
 
 An instance's rank 0 writes entries; every rank applies them in sequence. An entry is immutable; the
 trailer is rewritten at each hop. Everything here is plain data with one wire form (msgpack arrays),
-and nothing here decides anything.
+and nothing here decides anything. What is there by the thousand is kept from the garbage collector (`gc=False`): frozen
+structs of numbers and text cannot be part of a cycle, and its passes would take milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SPILL: Final = "spill"
 FILL: Final = "fill"
 
 
-class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Key(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
     """Identity of one attempt of one request; never reused."""
 
     request: str
@@ -32,7 +33,7 @@ class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.request}/{self.attempt}"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How a request wants its tokens chosen; field meanings as in `engine.batch.Sampling`."""
 
     max_tokens: int
@@ -51,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class PeerRef(msgspec.Struct, frozen=True, array_like=True):
+class PeerRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The instance at the other end of a hand-over; epoch 0 means "whatever runs there now"."""
 
     instance: str
@@ -59,7 +60,7 @@ class PeerRef(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
 
 
-class RequestSpec(msgspec.Struct, frozen=True, array_like=True):
+class RequestSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One attempt as submitted. `timeout` is in microseconds from the entry that opens it.
 
     The last `resumed` ids of `prompt` are output that earlier attempts told: KV is computed for them as for a prompt,
@@ -97,7 +98,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class StageKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+class StageKey(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
     """An attempt in one stage of its life: `stage_seq` is the seq of the entry that put it there.
 
     Observations, votes and verdicts carry it, so that a "good" of one stage never counts for another.
@@ -124,7 +125,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     bad: tuple[tuple[StageKey, str], ...]
 
 
-class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sampled token; `top` holds the asked-for best alternatives as (id, log-probability)."""
 
     token: int

@@ -31,10 +31,11 @@ class GrowthShare:
 
     def expected(self, requests: Iterable[Request], page_size: int, max_len: int) -> int:
         """Pages that these requests are expected to grow by."""
-        pages = 0
-        for request in requests:
-            remaining = min(request.params.max_tokens - request.told, max_len - request.length)
-            pages += -(-remaining * self.permille // (1000 * page_size))
+        pages, permille, whole = 0, self.permille, 1000 * page_size
+        for request in requests:  # all that run, at every entry: their properties would take most of the time
+            spec, output = request.spec, len(request.output)
+            remaining = min(spec.params.max_tokens - spec.resumed, max_len - len(spec.prompt)) - output
+            pages += -(-remaining * permille // whole)
         return pages
 
 

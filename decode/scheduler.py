@@ -8,6 +8,8 @@ that none starves when not all fit into a batch. When the pool runs dry the youn
 
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
 
 from consensus import entry
@@ -171,8 +173,12 @@ class DecodeReplica(Replica):
             self.emit(CopyFromHost(request.key.room, self.seq, self._written_pages(request)))
 
     def _allocate(self) -> None:
-        for request in list(self.states[GRANTED].values()):
+        granted = self.states[GRANTED]
+        while granted:
+            request = next(iter(granted.values()))  # no copy: thousands may wait
             need = self.pages_for(min(request.prompt_len + 1, self.config.max_model_len))
+            if not self.leases.fits(need):
+                return
             active = [r for state in (TRANSFERRING, READY, RUNNING, FILLING) for r in self.states[state].values()]
             growth = self._share.expected([*active, request], self.config.page_size, self.config.max_model_len)
             # Alone it fits, or it would have been refused; with others it leaves them room to grow.
@@ -190,10 +196,10 @@ class DecodeReplica(Replica):
 
     def plan(self, rows: int) -> list[Share]:
         shares: list[Share] = []
-        for key in self._turn:
-            if len(shares) == rows:
-                break
-            shares.append(Share(key, self.requests[key].length - 1, 1))
+        requests = self.requests
+        for key in islice(self._turn, rows):
+            request = requests[key]
+            shares.append(Share(key, len(request.spec.prompt) + len(request.output) - 1, 1))
         return shares
 
     def make_row(self, request: Request, share: Share) -> Row:

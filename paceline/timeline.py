@@ -35,7 +35,7 @@ async def timeline(
     answers = await asyncio.gather(
         *(read(address, seconds, timeout, secrets) for address in asked), return_exceptions=True
     )
-    told: list[timeline_pb2.RankTimeline] = []
+    told: list[timeline_pb2.TimelineReadResponse] = []
     failed = 0
     for address, answer in zip(asked, answers, strict=True):
         if isinstance(answer, grpc.aio.AioRpcError):
@@ -55,11 +55,11 @@ async def timeline(
 
 async def read(
     address: str, seconds: float, timeout: float, secrets: Secrets | None
-) -> list[timeline_pb2.RankTimeline]:
+) -> list[timeline_pb2.TimelineReadResponse]:
     options = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", _LARGEST)]
     async with dial(address, secrets, options) as channel:
         stub = timeline_pb2_grpc.TimelineStub(channel)
-        question = timeline_pb2.ReadTimelineRequest(seconds=seconds)
+        question = timeline_pb2.TimelineReadRequest(seconds=seconds)
         return [told async for told in stub.Read(question, timeout=timeout)]
 
 

@@ -40,18 +40,18 @@ class RankSummary:
         return 1 - self.computing / self.in_flight if self.in_flight else 0.0
 
 
-def trace(timelines: Sequence[timeline_pb2.RankTimeline]) -> dict[str, Any]:
+def trace(timelines: Sequence[timeline_pb2.TimelineReadResponse]) -> dict[str, Any]:
     ordered = sorted(timelines, key=_place)
     origin = min((_first(told) for told in ordered), default=0)
     events = [event for pid, told in enumerate(ordered, start=1) for event in _rank_events(told, pid, origin)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"wall_clock_of_ts_0_us": origin}}
 
 
-def summarize(timelines: Iterable[timeline_pb2.RankTimeline]) -> list[RankSummary]:
+def summarize(timelines: Iterable[timeline_pb2.TimelineReadResponse]) -> list[RankSummary]:
     return [_summary(told) for told in sorted(timelines, key=_place)]
 
 
-def bubbles(told: timeline_pb2.RankTimeline) -> list[Span]:
+def bubbles(told: timeline_pb2.TimelineReadResponse) -> list[Span]:
     """When ticks were in flight on this rank and its executor computed none of them."""
     over = _over(told)
     found: list[Span] = []
@@ -69,7 +69,7 @@ def bubbles(told: timeline_pb2.RankTimeline) -> list[Span]:
     return found
 
 
-def _summary(told: timeline_pb2.RankTimeline) -> RankSummary:
+def _summary(told: timeline_pb2.TimelineReadResponse) -> RankSummary:
     over = _over(told)
     return RankSummary(
         told.instance.instance_id,
@@ -83,7 +83,7 @@ def _summary(told: timeline_pb2.RankTimeline) -> RankSummary:
     )
 
 
-def _rank_events(told: timeline_pb2.RankTimeline, pid: int, origin: int) -> Iterable[Event]:
+def _rank_events(told: timeline_pb2.TimelineReadResponse, pid: int, origin: int) -> Iterable[Event]:
     def at(moment: int) -> int:
         return moment + told.wall_offset_us - origin
 
@@ -136,16 +136,16 @@ def _rank_events(told: timeline_pb2.RankTimeline, pid: int, origin: int) -> Iter
         yield head | {"ph": "e", "ts": at(h.ended_us)}
 
 
-def _place(told: timeline_pb2.RankTimeline) -> tuple[int, str, int]:
+def _place(told: timeline_pb2.TimelineReadResponse) -> tuple[int, str, int]:
     return told.role, told.instance.instance_id, told.rank
 
 
-def _first(told: timeline_pb2.RankTimeline) -> int:
+def _first(told: timeline_pb2.TimelineReadResponse) -> int:
     moments = [t.launched_us for t in told.ticks] + [e.applied_us for e in told.entries]
     return min([*moments, *(h.began_us for h in told.hand_overs), told.now_us]) + told.wall_offset_us
 
 
-def _over(told: timeline_pb2.RankTimeline) -> list[timeline_pb2.TickTimes]:
+def _over(told: timeline_pb2.TimelineReadResponse) -> list[timeline_pb2.TickTimes]:
     return [t for t in told.ticks if t.ended_us and t.harvested_us]
 
 

@@ -6,7 +6,7 @@ rank 0 only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from consensus.entry import Ballot, Entry, Key, PeerRef, TokenOut, Trailer
 from consensus.store import Update
@@ -15,80 +15,74 @@ from pipeline.outcome import Outcome
 from pipeline.planner import Batch
 
 
-@dataclass(frozen=True, slots=True)
-class Relay:
+class Relay(msgspec.Struct, frozen=True):
     """Pass an entry on to the next rank."""
 
     entry: Entry
     trailer: Trailer
 
 
-@dataclass(frozen=True, slots=True)
-class Acknowledge:
+class Acknowledge(msgspec.Struct, frozen=True):
     """Last rank → rank 0: everything up to `seq` is applied; `ballots` are the merged votes of entry `seq`."""
 
     seq: int
     ballots: tuple[Ballot, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Any rank → rank 0, in the background: a store update or a doorbell."""
 
     item: Update | Bell
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRoom:
+class OpenRoom(msgspec.Struct, frozen=True):
     """The log opened an attempt: prefill prepares a sender, decode a receiver and its handshakes."""
 
     key: Key
     peer: PeerRef
     prompt_len: int
-    token: bytes = field(default=b"", repr=False)  # which decode's ranks show and prefill's ranks expect
+    token: bytes = b""  # which decode's ranks show and prefill's ranks expect
+
+    def __repr__(self) -> str:
+        """Without the token: it opens the room to whoever reads it."""
+        return f"OpenRoom(key={self.key!r}, peer={self.peer!r}, prompt_len={self.prompt_len!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class StartSender:
+class StartSender(msgspec.Struct, frozen=True):
     """Prefill: the prompt's pages are known; slices follow as chunks are written."""
 
     room: str
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendDestinations:
+class SendDestinations(msgspec.Struct, frozen=True):
     """Decode: tell the peer's ranks where the prompt's KV goes."""
 
     room: str
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True):
     """Prefill: the first output token, for the sampler rank to send with the hand-over."""
 
     room: str
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StopRoom:
+class StopRoom(msgspec.Struct, frozen=True):
     """Submit nothing more for the room, tell the peer, and report when it is quiet."""
 
     room: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseRoom:
+class CloseRoom(msgspec.Struct, frozen=True):
     """The attempt is over on this side; forget the room."""
 
     room: str
 
 
-@dataclass(frozen=True, slots=True)
-class CopyToHost:
+class CopyToHost(msgspec.Struct, frozen=True):
     """Save the KV of these pages in host memory; `stage_seq` names the work in its observation."""
 
     room: str
@@ -96,8 +90,7 @@ class CopyToHost:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyFromHost:
+class CopyFromHost(msgspec.Struct, frozen=True):
     """Put the saved KV into these pages and forget the copy."""
 
     room: str
@@ -105,23 +98,20 @@ class CopyFromHost:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DropHostCopy:
+class DropHostCopy(msgspec.Struct, frozen=True):
     """The attempt ended while it was retracted, or a copy failed: forget what was saved, and report the
     release of its pages when no copy of this rank touches them any more."""
 
     room: str
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """Queue a batch for the executor."""
 
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(msgspec.Struct, frozen=True):
     """Every attempt in this tick has ended: a rank that has not begun it need not compute it, only pass it on.
 
     No rank need know what another one did: whatever the tick returns, the log says before that nobody wants it."""
@@ -129,8 +119,7 @@ class Skip:
     tick: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Output tokens of an attempt, from `position`."""
 
     key: Key
@@ -138,8 +127,7 @@ class Reply:
     tokens: tuple[TokenOut, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The attempt's one outcome on this side."""
 
     key: Key

@@ -120,7 +120,7 @@ class Replica(ABC):
             return None
         # Greedy launching must not put all the work into one slot, nor split it more than slots exist.
         rows = min(self.config.max_batch_rows, -(-ready // self.slots.free))
-        if not self.plan(rows):
+        if not self.plan(1):  # whoever gets a share of one row gets one of many
             return None
         return Launch(self.slots.next_tick, slot, rows)
 
@@ -251,9 +251,10 @@ class Replica(ABC):
                 self.emit(Skip(batch.tick))
 
     def reply(self, request: Request, token: TokenOut) -> None:
+        key = request.key
         request.output.append(token.token)
-        self.digest.note("token", request.key.request, request.key.attempt, token.token)
-        self.emit(Reply(request.key, request.told - 1, (token,)))
+        self.digest.note("token", key.request, key.attempt, token.token)
+        self.emit(Reply(key, request.told - 1, (token,)))
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)

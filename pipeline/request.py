@@ -18,7 +18,8 @@ class Request:
     """
 
     __slots__ = (
-        "computed", "deadline", "ending", "number", "output", "spec", "stage_deadline", "stage_seq", "state", "ticks"
+        "computed", "deadline", "ending", "number", "output", "penal", "spec", "stage_deadline", "stage_seq", "state",
+        "ticks",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int, number: int) -> None:
@@ -28,6 +29,8 @@ class Request:
         self.stage_seq = seq
         self.deadline = clock + spec.timeout
         self.stage_deadline = 0  # clock at which the present stage is over time; 0 = it has no deadline
+        params = spec.params
+        self.penal = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
         self.computed = 0
         self.ticks: list[int] = []
         self.output: list[int] = []
@@ -63,24 +66,22 @@ class Request:
         End-of-sequence and stop ids are counted as output, as OpenAI's usage does not say otherwise and
         vLLM does; `min_tokens` needs no check here because the sampler could not choose them.
         """
-        token, params = self.output[-1], self.params
+        spec, token, count = self.spec, self.output[-1], len(self.output)
+        params = spec.params
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
             return Outcome(STOP, output_tokens=self.told)
-        if self.told >= params.max_tokens or self.length >= max_len:
+        if spec.resumed + count >= params.max_tokens or len(spec.prompt) + count >= max_len:
             return Outcome(LENGTH, output_tokens=self.told)
         return None
 
     def sample(self, eos: tuple[int, ...]) -> SampleSpec:
         """What the sampler needs for the next output token."""
-        params, prompt = self.params, self.spec.prompt
-        early = self.told < params.min_tokens
+        spec = self.spec
+        params, prompt, told = spec.params, spec.prompt, spec.resumed + len(self.output)
+        forbidden = (*eos, *params.stop_token_ids) if told < params.min_tokens else ()
+        position = len(prompt) + len(self.output)
         # Copying the output at every token would be quadratic; only penalties look at it.
-        penal = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-        own = len(prompt) - self.spec.resumed
-        return SampleSpec(
-            params,
-            self.length,
-            (*eos, *params.stop_token_ids) if early else (),
-            prompt[:own] if penal else (),
-            (*prompt[own:], *self.output) if penal else (),
-        )
+        if not self.penal:
+            return SampleSpec(params, position, forbidden, (), ())
+        own = len(prompt) - spec.resumed
+        return SampleSpec(params, position, forbidden, prompt[:own], (*prompt[own:], *self.output))

@@ -21,8 +21,8 @@ class TimelineService(timeline_pb2_grpc.TimelineServicer):
         self._supervisor, self._ref = supervisor, ref
 
     async def Read(
-        self, request: timeline_pb2.ReadTimelineRequest, context: Any
-    ) -> AsyncIterator[timeline_pb2.RankTimeline]:
+        self, request: timeline_pb2.TimelineReadRequest, context: Any
+    ) -> AsyncIterator[timeline_pb2.TimelineReadResponse]:
         current = self._supervisor.incarnation
         if current is None:
             return
@@ -34,8 +34,8 @@ class TimelineService(timeline_pb2_grpc.TimelineServicer):
 
 def _on_wire(
     instance: common_pb2.InstanceRef, role: common_pb2.Role.ValueType, rank: int, told: RankTimeline
-) -> timeline_pb2.RankTimeline:
-    return timeline_pb2.RankTimeline(
+) -> timeline_pb2.TimelineReadResponse:
+    return timeline_pb2.TimelineReadResponse(
         instance=instance,
         role=role,
         rank=rank,

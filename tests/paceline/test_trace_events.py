@@ -20,8 +20,8 @@ def tick(number: int, *moments: int, tokens: int = 1) -> timeline_pb2.TickTimes:
     )  # fmt: skip
 
 
-def told(rank: int, *ticks: timeline_pb2.TickTimes, offset: int = 0) -> timeline_pb2.RankTimeline:
-    return timeline_pb2.RankTimeline(
+def told(rank: int, *ticks: timeline_pb2.TickTimes, offset: int = 0) -> timeline_pb2.TimelineReadResponse:
+    return timeline_pb2.TimelineReadResponse(
         instance=common_pb2.InstanceRef(instance_id="prefill-0"), role=common_pb2.ROLE_PREFILL, rank=rank,
         wall_offset_us=offset, now_us=10_000, ticks=ticks,
         entries=[timeline_pb2.EntryTimes(seq=3, clock_us=90, applied_us=100, launch=1)],
@@ -52,9 +52,9 @@ def test_idle_time_between_requests_is_no_bubble() -> None:
 
 
 def test_what_is_under_way_or_nothing_at_all_is_no_trouble() -> None:
-    (empty,) = summarize([timeline_pb2.RankTimeline()])
+    (empty,) = summarize([timeline_pb2.TimelineReadResponse()])
     assert empty.ticks == 0 and empty.bubble_fraction == 0
-    check_trace(trace([timeline_pb2.RankTimeline()]))
+    check_trace(trace([timeline_pb2.TimelineReadResponse()]))
     running = told(0, tick(1, 100, 110, 110, 0, 0))
     check_trace(trace([running]))
     assert not [

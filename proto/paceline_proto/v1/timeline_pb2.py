@@ -25,23 +25,23 @@ _sym_db = _symbol_database.Default()
 from paceline_proto.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/timeline.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"&\n\x13ReadTimelineRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x02\"\x92\x02\n\x0cRankTimeline\x12*\n\x08instance\x18\x01 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.paceline.v1.Role\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x16\n\x0ewall_offset_us\x18\x04 \x01(\x03\x12\x0e\n\x06now_us\x18\x05 \x01(\x03\x12%\n\x05ticks\x18\x06 \x03(\x0b\x32\x16.paceline.v1.TickTimes\x12(\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x17.paceline.v1.EntryTimes\x12.\n\nhand_overs\x18\x08 \x03(\x0b\x32\x1a.paceline.v1.HandOverTimes\"\xc7\x01\n\tTickTimes\x12\x0c\n\x04tick\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\r\n\x05start\x18\x06 \x01(\r\x12\x13\n\x0blaunched_us\x18\x07 \x01(\x03\x12\x10\n\x08\x62\x65gan_us\x18\x08 \x01(\x03\x12\x0e\n\x06\x66\x65\x64_us\x18\t \x01(\x03\x12\x10\n\x08\x65nded_us\x18\n \x01(\x03\x12\x14\n\x0charvested_us\x18\x0b \x01(\x03\"p\n\nEntryTimes\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x10\n\x08\x63lock_us\x18\x02 \x01(\x03\x12\x12\n\napplied_us\x18\x03 \x01(\x03\x12\x0e\n\x06inputs\x18\x04 \x01(\r\x12\x0f\n\x07\x62\x61llots\x18\x05 \x01(\r\x12\x0e\n\x06launch\x18\x06 \x01(\x04\"O\n\rHandOverTimes\x12\x0c\n\x04room\x18\x01 \x01(\t\x12\x10\n\x08\x62\x65gan_us\x18\x02 \x01(\x03\x12\x10\n\x08\x65nded_us\x18\x03 \x01(\x03\x12\x0c\n\x04good\x18\x04 \x01(\x08\x32Q\n\x08Timeline\x12\x45\n\x04Read\x12 .paceline.v1.ReadTimelineRequest\x1a\x19.paceline.v1.RankTimeline0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/timeline.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"&\n\x13TimelineReadRequest\x12\x0f\n\x07seconds\x18\x01 \x01(\x02\"\x9a\x02\n\x14TimelineReadResponse\x12*\n\x08instance\x18\x01 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.paceline.v1.Role\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x16\n\x0ewall_offset_us\x18\x04 \x01(\x03\x12\x0e\n\x06now_us\x18\x05 \x01(\x03\x12%\n\x05ticks\x18\x06 \x03(\x0b\x32\x16.paceline.v1.TickTimes\x12(\n\x07\x65ntries\x18\x07 \x03(\x0b\x32\x17.paceline.v1.EntryTimes\x12.\n\nhand_overs\x18\x08 \x03(\x0b\x32\x1a.paceline.v1.HandOverTimes\"\xc7\x01\n\tTickTimes\x12\x0c\n\x04tick\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\r\n\x05start\x18\x06 \x01(\r\x12\x13\n\x0blaunched_us\x18\x07 \x01(\x03\x12\x10\n\x08\x62\x65gan_us\x18\x08 \x01(\x03\x12\x0e\n\x06\x66\x65\x64_us\x18\t \x01(\x03\x12\x10\n\x08\x65nded_us\x18\n \x01(\x03\x12\x14\n\x0charvested_us\x18\x0b \x01(\x03\"p\n\nEntryTimes\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x10\n\x08\x63lock_us\x18\x02 \x01(\x03\x12\x12\n\napplied_us\x18\x03 \x01(\x03\x12\x0e\n\x06inputs\x18\x04 \x01(\r\x12\x0f\n\x07\x62\x61llots\x18\x05 \x01(\r\x12\x0e\n\x06launch\x18\x06 \x01(\x04\"O\n\rHandOverTimes\x12\x0c\n\x04room\x18\x01 \x01(\t\x12\x10\n\x08\x62\x65gan_us\x18\x02 \x01(\x03\x12\x10\n\x08\x65nded_us\x18\x03 \x01(\x03\x12\x0c\n\x04good\x18\x04 \x01(\x08\x32Y\n\x08Timeline\x12M\n\x04Read\x12 .paceline.v1.TimelineReadRequest\x1a!.paceline.v1.TimelineReadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.timeline_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_READTIMELINEREQUEST']._serialized_start=69
-  _globals['_READTIMELINEREQUEST']._serialized_end=107
-  _globals['_RANKTIMELINE']._serialized_start=110
-  _globals['_RANKTIMELINE']._serialized_end=384
-  _globals['_TICKTIMES']._serialized_start=387
-  _globals['_TICKTIMES']._serialized_end=586
-  _globals['_ENTRYTIMES']._serialized_start=588
-  _globals['_ENTRYTIMES']._serialized_end=700
-  _globals['_HANDOVERTIMES']._serialized_start=702
-  _globals['_HANDOVERTIMES']._serialized_end=781
-  _globals['_TIMELINE']._serialized_start=783
-  _globals['_TIMELINE']._serialized_end=864
+  _globals['_TIMELINEREADREQUEST']._serialized_start=69
+  _globals['_TIMELINEREADREQUEST']._serialized_end=107
+  _globals['_TIMELINEREADRESPONSE']._serialized_start=110
+  _globals['_TIMELINEREADRESPONSE']._serialized_end=392
+  _globals['_TICKTIMES']._serialized_start=395
+  _globals['_TICKTIMES']._serialized_end=594
+  _globals['_ENTRYTIMES']._serialized_start=596
+  _globals['_ENTRYTIMES']._serialized_end=708
+  _globals['_HANDOVERTIMES']._serialized_start=710
+  _globals['_HANDOVERTIMES']._serialized_end=789
+  _globals['_TIMELINE']._serialized_start=791
+  _globals['_TIMELINE']._serialized_end=880
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class ReadTimelineRequest(_message.Message):
+class TimelineReadRequest(_message.Message):
     """Which part of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -39,10 +39,10 @@ class ReadTimelineRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReadTimelineRequest: _TypeAlias = ReadTimelineRequest  # noqa: Y015
+Global___TimelineReadRequest: _TypeAlias = TimelineReadRequest  # noqa: Y015
 
 @_typing.final
-class RankTimeline(_message.Message):
+class TimelineReadResponse(_message.Message):
     """Of one rank. All times are microseconds of its host's monotonic clock; 0: it has not come yet."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -97,7 +97,7 @@ class RankTimeline(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankTimeline: _TypeAlias = RankTimeline  # noqa: Y015
+Global___TimelineReadResponse: _TypeAlias = TimelineReadResponse  # noqa: Y015
 
 @_typing.final
 class TickTimes(_message.Message):

@@ -37,8 +37,8 @@ class TimelineStub:
         """
         self.Read = channel.unary_stream(
                 '/paceline.v1.Timeline/Read',
-                request_serializer=paceline_dot_v1_dot_timeline__pb2.ReadTimelineRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_timeline__pb2.RankTimeline.FromString,
+                request_serializer=paceline_dot_v1_dot_timeline__pb2.TimelineReadRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_timeline__pb2.TimelineReadResponse.FromString,
                 _registered_method=True)
 
 
@@ -58,8 +58,8 @@ def add_TimelineServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
-                    request_deserializer=paceline_dot_v1_dot_timeline__pb2.ReadTimelineRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_timeline__pb2.RankTimeline.SerializeToString,
+                    request_deserializer=paceline_dot_v1_dot_timeline__pb2.TimelineReadRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_timeline__pb2.TimelineReadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,8 +88,8 @@ class Timeline:
             request,
             target,
             '/paceline.v1.Timeline/Read',
-            paceline_dot_v1_dot_timeline__pb2.ReadTimelineRequest.SerializeToString,
-            paceline_dot_v1_dot_timeline__pb2.RankTimeline.FromString,
+            paceline_dot_v1_dot_timeline__pb2.TimelineReadRequest.SerializeToString,
+            paceline_dot_v1_dot_timeline__pb2.TimelineReadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,7 @@ class TimelineStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TimelineAsyncStub: ...
-    Read: _grpc.UnaryStreamMultiCallable[_timeline_pb2.ReadTimelineRequest, _timeline_pb2.RankTimeline]
+    Read: _grpc.UnaryStreamMultiCallable[_timeline_pb2.TimelineReadRequest, _timeline_pb2.TimelineReadResponse]
     """One message per rank that answers, in no particular order. Ranks keep their last few thousand ticks and entries."""
 
 @_typing.type_check_only
@@ -41,7 +41,7 @@ class TimelineAsyncStub(TimelineStub):
     """What the ranks did and when, for `paceline timeline`."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Read: _aio.UnaryStreamMultiCallable[_timeline_pb2.ReadTimelineRequest, _timeline_pb2.RankTimeline]  # type: ignore[assignment]
+    Read: _aio.UnaryStreamMultiCallable[_timeline_pb2.TimelineReadRequest, _timeline_pb2.TimelineReadResponse]  # type: ignore[assignment]
     """One message per rank that answers, in no particular order. Ranks keep their last few thousand ticks and entries."""
 
 class TimelineServicer(metaclass=_abc_1.ABCMeta):
@@ -50,9 +50,9 @@ class TimelineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Read(
         self,
-        request: _timeline_pb2.ReadTimelineRequest,
+        request: _timeline_pb2.TimelineReadRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_timeline_pb2.RankTimeline], _abc.AsyncIterator[_timeline_pb2.RankTimeline]]:
+    ) -> _typing.Union[_abc.Iterator[_timeline_pb2.TimelineReadResponse], _abc.AsyncIterator[_timeline_pb2.TimelineReadResponse]]:
         """One message per rank that answers, in no particular order. Ranks keep their last few thousand ticks and entries."""
 
 def add_TimelineServicer_to_server(servicer: TimelineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
