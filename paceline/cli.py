@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands)
     _add_status(commands)
+    _add_health(commands)
     _add_doctor(commands)
     _add_replay(commands)
     _add_transfer_bench(commands)
@@ -101,6 +103,19 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
     _add_run_dir(parser)
     parser.set_defaults(run=_run_status)
+
+
+def _add_health(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "ask one part whether it serves: exit code 0 if it does"
+    parser = commands.add_parser("health", help=about, description=about.capitalize() + ", 1 and a reason if not.")
+    parser.add_argument(
+        "target", nargs="?", metavar="HOST:PORT|URL",
+        default=os.environ.get("PACELINE_HEALTH") or "http://127.0.0.1:8000/health",
+        help="an instance's gRPC address or a gateway's health URL (default: $PACELINE_HEALTH or %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--live", action="store_true", help="any answer will do: loading and draining are no failures")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="in seconds (default: 3)")
+    parser.set_defaults(run=_run_health)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -204,6 +219,10 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
     )
+    group.add_argument(
+        "--first-epoch", type=AT_LEAST_ONE, default=1, metavar="N",
+        help="the epoch is at least this, for when --run-dir is lost with each restart (default: 1)",
+    )  # fmt: skip
     _add_run_dir(group)
     add_engine_options(parser)
     parser.set_defaults(run=_run_instance)
@@ -226,6 +245,12 @@ def _run_status(options: argparse.Namespace) -> int:
     from paceline.status import status
 
     return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json))
+
+
+def _run_health(options: argparse.Namespace) -> int:
+    from paceline.probe import probe
+
+    return probe(options.target, options.timeout, options.live)
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
