@@ -19,10 +19,9 @@ def project() -> dict:  # type: ignore[type-arg]
 
 def test_the_linters_have_nothing_to_say(toolbox: Tools) -> None:
     scripts: list[Path] = [*IMAGE.glob("*.sh"), IMAGE / "paceline-pod", *(ROOT / "deploy").glob("*/*.sh")]
-    for command in (["hadolint", IMAGE / "Dockerfile"], ["shellcheck", *scripts]):
-        done = subprocess.run(
-            [toolbox.validator(command[0]), *command[1:]], capture_output=True, text=True, check=False
-        )  # type: ignore[arg-type]
+    for linter, files in {"hadolint": [IMAGE / "Dockerfile"], "shellcheck": scripts}.items():
+        command = [str(toolbox.validator(linter)), *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "")
 
 
