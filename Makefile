@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto sim mutate exhaustive spec soak net idle clean chart-test image image-test image-lock
+.PHONY: help setup run test lint format proto sim mutate exhaustive spec soak net idle clean chart-test image image-test image-lock kube-test
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ image-test: setup image  ## build the image and start its root file system as a 
 
 image-lock: setup  ## pin every package that an image may hold, from pyproject.toml
 	@deploy/image/lock.sh
+
+kube-test: setup  ## the chart on a real API server (needs root; builds it once: ten minutes of two idle cores)
+	@$(PY) -m pytest -m kube $(ARGS)
 
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) -m bench.idle_cpu --start
