@@ -9,6 +9,7 @@ import pytest
 
 from gateway.instances import Fleet
 from gateway.metrics import Metrics
+from paceline.cli import build_parser
 from tests.deploy.variants import EXTRAS, MATRIX, ROOT, identity, pod_templates, render
 
 Objects = list[dict[str, Any]]
@@ -238,6 +239,30 @@ def test_the_dashboard_of_the_repository_is_the_charts(rendered: Rendered) -> No
         assert found[0]["data"]["paceline.json"].split() == dashboard.read_text().split()
     else:
         assert found == []
+
+
+# Options that the chart uses and this command does not have yet.
+AWAITED = {"--gateway", "--metrics", "--insecure", "--registry", "--policy", "--api-keys", "--prefill", "--decode"}
+
+
+@pytest.mark.parametrize("name", MATRIX | EXTRAS)
+def test_the_command_takes_every_option_that_the_chart_sets(
+    rendered: Rendered, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for container in containers(rendered[name]).values():
+        arguments = container["args"]
+        if arguments[0] == "gateway" and "--prefill" in AWAITED:
+            arguments = [*arguments, "--prefill=a:1", "--decode=b:1"]
+        _, unknown = build_parser().parse_known_args(arguments)
+        assert {option.split("=")[0] for option in unknown} <= AWAITED, capsys.readouterr().err
+
+
+def test_alerts_point_to_what_the_docs_say(rendered: Rendered) -> None:
+    docs = (ROOT / "docs" / "kubernetes.md").read_text()
+    (rules,) = (t for t in rendered["monitored-and-scaled"] if t["kind"] == "PrometheusRule")
+    for rule in rules["spec"]["groups"][0]["rules"]:
+        place = rule["annotations"]["runbook"].split('"')[1]
+        assert f"**{place}**" in docs or f"## {place}" in docs
 
 
 def test_alerts_and_scaling_ask_for_metrics_that_there_are(rendered: Rendered) -> None:
