@@ -219,10 +219,6 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
     )
-    group.add_argument(
-        "--first-epoch", type=AT_LEAST_ONE, default=1, metavar="N",
-        help="the epoch is at least this, for when --run-dir is lost with each restart (default: 1)",
-    )  # fmt: skip
     _add_run_dir(group)
     add_engine_options(parser)
     parser.set_defaults(run=_run_instance)

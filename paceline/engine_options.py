@@ -243,7 +243,6 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         advertise=options.advertise,
         pp_size=options.pp,
         layers=options.layers,
-        first_epoch=options.first_epoch,
         **{field: getattr(options, option) for option, field in SHARED},
     )
 

@@ -102,16 +102,21 @@ def test_grace_outlasts_the_drain(helm: Path) -> None:
     assert "--shutdown-grace=45" in gateway["args"] and gateway["lifecycle"]["preStop"] == {"sleep": {"seconds": 5}}
 
 
-def test_probes_of_every_rank_pod_are_grpc_where_a_kubelet_can_ask(rendered: Rendered) -> None:
-    container = containers(rendered["lws-tcp-plain-1"])["prod-paceline-prefill"]
+def test_probes_are_grpc_where_a_kubelet_can_ask(rendered: Rendered) -> None:
+    container = containers(rendered["lws-tcp-plain-n"])["prod-paceline-prefill"]
     assert container["startupProbe"]["grpc"] == container["livenessProbe"]["grpc"] == {"port": 7001, "service": "live"}
     assert container["readinessProbe"]["grpc"] == {"port": 7001}
 
 
-def test_with_mutual_tls_the_question_is_put_inside_the_container(rendered: Rendered) -> None:
-    container = containers(rendered["lws-tcp-tls-1"])["prod-paceline-prefill"]
-    assert container["livenessProbe"]["exec"]["command"] == ["paceline", "health", "--live", "127.0.0.1:7001"]
-    assert container["readinessProbe"]["exec"]["command"] == ["paceline", "health", "127.0.0.1:7001"]
+@pytest.mark.parametrize(
+    "name", ["lws-tcp-tls-n", "statefulset-tcp-tls-n", "lws-tcp-plain-1", "statefulset-rdma-plain-1"]
+)
+def test_elsewhere_the_question_is_put_inside_the_container(rendered: Rendered, name: str) -> None:
+    """With mutual TLS, and where the leader answers for the pods of its group."""
+    for pod, container in containers(rendered[name]).items():
+        if "gateway" not in pod:
+            assert container["livenessProbe"]["exec"]["command"] == ["paceline-pod", "live"]
+            assert container["readinessProbe"]["exec"]["command"] == ["paceline-pod", "ready"]
 
 
 @pytest.mark.parametrize("name", MATRIX | EXTRAS)
@@ -160,16 +165,17 @@ def test_policies_name_who_may_reach_which_port(rendered: Rendered) -> None:
     objects = rendered["statefulset-rdma-tls-1"]
     prefill = of(objects, "NetworkPolicy", "-prefill")
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-    control, ring_or_transfer, metrics, mooncake = 7001, 20000, 9100, 15000
+    control, transfer, mooncake, metrics, ring, last_of_ring = 7001, 20000, 15000, 9100, 7800, 7800 + 4 * 4 - 1
     assert sources(prefill, control) == [component("gateway"), component("decode")]
-    assert sources(prefill, ring_or_transfer) == sources(prefill, mooncake) == [component("decode")]
+    assert sources(prefill, transfer) == sources(prefill, mooncake) == [component("decode")]
     assert sources(prefill, metrics) == [monitoring]
-    assert sources(prefill, 22) == []
+    assert sources(prefill, ring) == sources(prefill, 22) == []
     # Ring, store and group control: the pods of the same group and no other.
     group = of(objects, "NetworkPolicy", "-prefill-group-1")
     same = component("prefill", **{"paceline/group": "1"})
     assert group["spec"]["podSelector"] == same["podSelector"]
-    assert sources(group, control) == sources(group, ring_or_transfer) == [same]
+    assert sources(group, control) == sources(group, ring) == sources(group, last_of_ring) == [same]
+    assert sources(group, last_of_ring + 1) == sources(group, transfer) == []
     gateway = of(objects, "NetworkPolicy", "-gateway")
     assert sources(gateway, 8001) == [component("prefill"), component("decode")]
     assert sources(gateway, 8000) == [{"podSelector": {}}, monitoring]
@@ -242,7 +248,17 @@ def test_the_dashboard_of_the_repository_is_the_charts(rendered: Rendered) -> No
 
 
 # Options that the chart uses and this command does not have yet.
-AWAITED = {"--gateway", "--metrics", "--insecure", "--registry", "--policy", "--api-keys", "--prefill", "--decode"}
+AWAITED = {
+    "--ring-ports",
+    "--gateway",
+    "--metrics",
+    "--insecure",
+    "--registry",
+    "--policy",
+    "--api-keys",
+    "--prefill",
+    "--decode",
+}
 
 
 @pytest.mark.parametrize("name", MATRIX | EXTRAS)

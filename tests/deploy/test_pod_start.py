@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -65,11 +64,18 @@ def test_a_leader_worker_set_says_it_by_its_own_variables(start, pod: str, index
     assert variables["PACELINE_LEADER"] == "prod-prefill-3.prod-prefill.serving:7001"
 
 
-def test_a_new_pod_has_a_higher_epoch_than_any_before(start) -> None:  # type: ignore[no-untyped-def]
-    before = int(time.time())
-    arguments, _ = told(start("prefill", POD_NAME="p-0", **STATEFULSET))
-    epoch = int(arguments[arguments.index("--first-epoch") + 1])
-    assert before <= epoch <= time.time()
+@pytest.mark.parametrize(
+    ("index", "question", "answered_by"),
+    [
+        ("0", "ready", ["health", "127.0.0.1:7001"]),
+        ("0", "live", ["health", "--live", "127.0.0.1:7001"]),
+        ("1", "ready", ["health", "d-0-0.d.serving.svc:7001"]),
+        ("1", "live", []),
+    ],
+)
+def test_the_leader_answers_for_its_group(start, index: str, question: str, answered_by: list[str]) -> None:  # type: ignore[no-untyped-def]
+    where = {"POD_IP": "10.1.0.7", "PACELINE_HEADLESS": "d.serving.svc", "PACELINE_GROUP_SIZE": "2"}
+    assert told(start(question, POD_NAME=f"d-0-{index}", **where))[0] == answered_by
 
 
 @pytest.mark.parametrize("arguments", [("gateway", "--host=0.0.0.0"), ("up",), ("--help",), ()])

@@ -53,6 +53,11 @@ BAD = {
         ("ports.grpc=16000",),
         "ports.grpc (16000) is inside ports.ranks (15000 to 32767)",
     ),
+    "a port of the ring taken": (("ports.grpc=7803",), "ports.grpc (7803) is one of the ring's ports (7800 to 7807"),
+    "a ring inside the ranks' range": (
+        ("ports.ring=14999",),
+        "ports.ring (14999 to 15006 for prefill) overlaps ports.ranks",
+    ),
     "old and lws": (
         ("compat.oldApi=true", "groups=lws"),
         "compat.oldApi: the LeaderWorkerSet controller needs a newer",

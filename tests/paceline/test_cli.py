@@ -55,13 +55,13 @@ def test_options_become_the_daemons_configuration(tmp_path: Path) -> None:
     options = parse(
         f"decode --instance d7 --listen 0.0.0.0:9 --advertise 10.0.0.7 --pp 4 --layers 8,7,8,7 --run-dir {tmp_path} "
         "--dtype bfloat16 --page-size 32 --pages 99 --kv-memory 2G --chunk-size 64 --async-depth 0 "
-        "--transfer-backend nixl --model-name m --first-epoch 17"
+        "--transfer-backend nixl --model-name m"
     )
     config = daemon_config(options, MODEL)
     assert config == DaemonConfig(
         role="decode", instance="d7", listen="0.0.0.0:9", advertise="10.0.0.7", pp_size=4, layers="8,7,8,7",
         run_dir=f"{tmp_path}/d7", dtype="bfloat16", page_size=32, pages=99, kv_bytes=2 << 30, chunk_size=64,
-        async_depth=0, transfer_backend="nixl", model_name="m", model=str(MODEL), first_epoch=17,
+        async_depth=0, transfer_backend="nixl", model_name="m", model=str(MODEL),
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ spec:
   securityContext:
     {{- include "paceline.podSecurity" $root | nindent 4 }}
     {{- if not (and $rdma $values.rdma.hostNetwork) }}
-    # Ring, store, peer link and KV transfer take any free port: out of the range that the network policies name.
+    # Peer link and KV transfer take any free port: out of the range that the network policies name.
     sysctls:
       - name: net.ipv4.ip_local_port_range
         value: {{ printf "%d %d" (int $values.ports.ranks.from) (int $values.ports.ranks.to) | quote }}
@@ -142,7 +142,7 @@ spec:
       ports:
         - {name: grpc, containerPort: {{ $values.ports.grpc }}}
         - {name: metrics, containerPort: {{ $values.ports.metrics }}}
-      {{- include "paceline.instanceProbes" $root | nindent 6 }}
+      {{- include "paceline.instanceProbes" . | nindent 6 }}
       resources:
         requests:
           {{- toYaml $role.resources.requests | nindent 10 }}
@@ -222,6 +222,9 @@ topologySpreadConstraints:
 - --model={{ $values.model.path }}
 {{- with $values.model.name }}
 - --model-name={{ . }}
+{{- end }}
+{{- if gt (int (include "paceline.podsPerGroup" .)) 1 }}
+- --ring-ports={{ $values.ports.ring }}
 {{- end }}
 - --gateway={{ include "paceline.fullname" .root }}-registry.{{ .root.Release.Namespace }}.svc:{{ $values.ports.registry }}
 - --metrics=0.0.0.0:{{ $values.ports.metrics }}
