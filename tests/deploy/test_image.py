@@ -51,7 +51,7 @@ def cluster() -> Iterator[str]:
     podman(
         "run", "--detach", "--name", name, "--network", "none", "--no-healthcheck", "--read-only", "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--ulimit", "nofile=1024:20000", "--ulimit", "nproc=1024:1024",
-        "--tmpfs", "/tmp:mode=1777", "--tmpfs", "/run/paceline:mode=0700,uid=10001,gid=10001", "--shm-size", "1g",
+        "--tmpfs", "/tmp:mode=1777", "--tmpfs", "/run/paceline:mode=0777", "--shm-size", "1g",
         image(), "up", "--port", "8000", "--kv-memory", "64M", "--host-memory", "64M",
     )  # fmt: skip
     try:
