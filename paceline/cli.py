@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -58,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_operator_commands(commands)
     _add_top(commands)
     _add_timeline(commands)
+    _add_health(commands)
     _add_doctor(commands)
     _add_certs(commands)
     _add_replay(commands)
@@ -145,6 +147,19 @@ def _add_asked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
     add_secrets_option(parser)
     _add_run_dir(parser)
+
+
+def _add_health(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "ask one part whether it serves: exit code 0 if it does"
+    parser = commands.add_parser("health", help=about, description=about.capitalize() + ", 1 and a reason if not.")
+    parser.add_argument(
+        "target", nargs="?", metavar="HOST:PORT|URL",
+        default=os.environ.get("PACELINE_HEALTH") or "http://127.0.0.1:8000/health",
+        help="an instance's gRPC address or a gateway's health URL (default: $PACELINE_HEALTH or %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--live", action="store_true", help="any answer will do: loading and draining are no failures")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="in seconds (default: 3)")
+    parser.set_defaults(run=_run_health)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -324,6 +339,12 @@ def _run_timeline(options: argparse.Namespace) -> int:
             options.secrets,
         )
     )
+
+
+def _run_health(options: argparse.Namespace) -> int:
+    from paceline.probe import probe
+
+    return probe(options.target, options.timeout, options.live)
 
 
 def _run_doctor(options: argparse.Namespace) -> int:

@@ -159,6 +159,8 @@ class Server:
     async def start(self, listen: str) -> int:
         """Starts answering; returns the port. Raises `BadAddress` if it cannot be bound."""
         await self._set_health(False)
+        # A kubelet's liveness probe asks for this name: loading and draining are no reason to be killed.
+        await self._health.set("live", health_pb2.HealthCheckResponse.SERVING)
         try:
             port = bind(self._server, listen, self._secrets)
         except RuntimeError as error:

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import IO
@@ -81,7 +81,7 @@ class Lab:
         self, host: str, command: Sequence[str], environment: Mapping[str, str], log: IO[str]
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace(host), *command],  # becomes the command: same process id
+            ["ip", "netns", "exec", self.namespace(host), *command],  # becomes the command: same process id
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -93,7 +93,11 @@ class Lab:
 
     def name(self, host: str, names: Mapping[str, str]) -> None:
         """What that host finds in its file of names from now on: name -> address."""
-        lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()]
+        self.name_all(host, names.items())
+
+    def name_all(self, host: str, names: Iterable[tuple[str, str]]) -> None:
+        """The same for names that may have several addresses."""
+        lines = [f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *names]]
         self._names_file(host).write_text("".join(lines))  # in place: the running process sees the same file
 
     # ---- the network
@@ -120,18 +124,18 @@ class Lab:
                     stream.close()
         self.switch.close()
         for host in self.addresses:
-            _remove(self._namespace(host))
+            _remove(self.namespace(host))
 
     # ---- inside
 
-    def _namespace(self, host: str) -> str:
+    def namespace(self, host: str) -> str:
         return f"{self.name_of_run}-{host}"
 
     def _names_file(self, host: str) -> FilePath:
-        return FILES / self._namespace(host) / "hosts"
+        return FILES / self.namespace(host) / "hosts"
 
     def _add(self, host: str, number: int) -> None:
-        namespace, device = self._namespace(host), f"pn{self._id}{number}"
+        namespace, device = self.namespace(host), f"pn{self._id}{number}"
         self._names_file(host).parent.mkdir(parents=True)
         self.name(host, {})
         _ip("netns", "add", namespace)
@@ -152,7 +156,7 @@ class Lab:
             for number, (other, address) in enumerate(self.addresses.items(), start=1):
                 if other != host:
                     hardware = bytes([2, 0, 0, 0, 0, number]).hex(":")
-                    _ip("-n", self._namespace(host), "neigh", "replace", address, "lladdr", hardware, "dev", "eth0")
+                    _ip("-n", self.namespace(host), "neigh", "replace", address, "lladdr", hardware, "dev", "eth0")
 
 
 def _remove(namespace: str) -> None:

@@ -45,8 +45,11 @@ def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["up", "status", "drain", "resume", "dump", "log-level", "doctor", "replay", "gateway", "prefill", "decode"],
-)
+    [
+        "up", "status", "health", "top", "timeline", "drain", "resume", "dump", "log-level", "doctor", "certs", "bench",
+        "replay", "gateway", "prefill", "decode",
+    ],
+)  # fmt: skip
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(f"{command} --help")

@@ -57,6 +57,7 @@ def test_describes_itself_while_it_loads_and_serves_when_every_rank_is_ready(tmp
         loading = eventually("progress of both ranks", lambda: _half_loaded(daemon))
         assert not loading.serving and "rank 1 weights 50%" in loading.not_serving_reason
         assert daemon.health() == daemon.health("paceline.v1.Generation") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert daemon.health("live") == SERVING
         refused = refusal(daemon.generate(request([ECHO])))
         assert refused.code() == grpc.StatusCode.UNAVAILABLE and "is loading" in refused.details()
         status = daemon.status()

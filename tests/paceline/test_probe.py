@@ -1,0 +1,84 @@
+"""`paceline health` answers by its exit code what a kubelet wants to know, of an instance and of a gateway."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from paceline.cli import main
+from paceline.config import free_ports
+
+State = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def instance() -> Iterator[tuple[str, health.HealthServicer]]:
+    """The health service of grpc's own, at an address."""
+    server, servicer = grpc.server(futures.ThreadPoolExecutor(2)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield address, servicer
+    server.stop(None)
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, list[int]]]:
+    """An HTTP server that answers with the status in the list."""
+    status = [200]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0])
+            self.end_headers()
+            self.wfile.write(b'{"reason": "no decode instance"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/health", status
+        server.shutdown()
+
+
+def test_an_instance_that_serves_is_healthy(instance: tuple[str, health.HealthServicer]) -> None:
+    address, servicer = instance
+    servicer.set("", State.SERVING)
+    assert main(["health", address]) == 0
+
+
+def test_one_that_loads_is_live_and_not_healthy(
+    instance: tuple[str, health.HealthServicer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, servicer = instance
+    servicer.set("", State.NOT_SERVING)
+    assert main(["health", address]) == 1
+    assert capsys.readouterr().err == f"{address}: NOT_SERVING\n"
+    assert main(["health", "--live", address]) == 0
+
+
+def test_a_gateway_without_instances_is_live_and_not_healthy(
+    gateway: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, status = gateway
+    monkeypatch.setenv("PACELINE_HEALTH", url)
+    assert main(["health"]) == 0
+    status[0] = 503
+    assert main(["health"]) == 1
+    assert "HTTP 503" in (said := capsys.readouterr().err) and "no decode instance" in said
+    assert main(["health", "--live"]) == 0
+
+
+def test_nobody_there_is_neither(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    for target in (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/health"):
+        for more in ([], ["--live"]):
+            assert main(["health", "--timeout", "1", *more, target]) == 1
+            assert target in capsys.readouterr().err
