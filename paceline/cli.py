@@ -159,6 +159,7 @@ def _add_health(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )  # fmt: skip
     parser.add_argument("--live", action="store_true", help="any answer will do: loading and draining are no failures")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="in seconds (default: 3)")
+    add_secrets_option(parser)
     parser.set_defaults(run=_run_health)
 
 
@@ -342,9 +343,10 @@ def _run_timeline(options: argparse.Namespace) -> int:
 
 
 def _run_health(options: argparse.Namespace) -> int:
+    from paceline.config import cluster_secrets
     from paceline.probe import probe
 
-    return probe(options.target, options.timeout, options.live)
+    return probe(options.target, options.timeout, options.live, cluster_secrets(options.secrets))
 
 
 def _run_doctor(options: argparse.Namespace) -> int:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import sys
 import urllib.error
 import urllib.request
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from security.secrets import Secrets
 
 LONGEST_REASON = 500
 
 
-def probe(target: str, timeout: float, live: bool) -> int:
+def probe(target: str, timeout: float, live: bool, secrets: Secrets | None) -> int:
     if target.startswith(("http://", "https://")):
         answered, well, reason = ask_http(target, timeout)
     else:
-        answered, well, reason = ask_grpc(target, timeout)
+        answered, well, reason = ask_grpc(target, timeout, secrets)
     if well or (live and answered):
         return 0
     print(f"{target}: {reason}", file=sys.stderr)
@@ -37,12 +41,14 @@ def ask_http(url: str, timeout: float) -> tuple[bool, bool, str]:
         return False, False, f"no answer within {timeout:g} s: {error}"
 
 
-def ask_grpc(address: str, timeout: float) -> tuple[bool, bool, str]:
+def ask_grpc(address: str, timeout: float, secrets: Secrets | None) -> tuple[bool, bool, str]:
     """The same of the health service; SERVING is well."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    from security.channels import dial_blocking
+
+    with dial_blocking(address, secrets, ((("grpc.enable_http_proxy", 0),)) as channel:
         try:
             told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
