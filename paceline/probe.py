@@ -48,7 +48,7 @@ def ask_grpc(address: str, timeout: float, secrets: Secrets | None) -> tuple[boo
 
     from security.channels import dial_blocking
 
-    with dial_blocking(address, secrets, ((("grpc.enable_http_proxy", 0),)) as channel:
+    with dial_blocking(address, secrets, (("grpc.enable_http_proxy", 0),)) as channel:
         try:
             told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
