@@ -59,6 +59,9 @@ def compare(options: argparse.Namespace) -> int:
             raise SystemExit(f"paceline bench: {error}") from error
     lines = lines_of(rounds, options.seed)
     print("\n".join(table(lines)))
+    # Between the least and the greatest of n ratios lies their median with this probability; no interval has more.
+    if (most := 1 - 2.0 ** (1 - options.rounds)) < CONFIDENCE:
+        print(f"note: {options.rounds} rounds give no interval of more than {most:.1%}; 6 are needed", file=sys.stderr)
     if options.json is not None:
         body = {"options": {k: plain(v) for k, v in vars(options).items() if k not in ("api_key", "run")},
                 "lines": lines, "rounds": rounds}  # fmt: skip

@@ -213,7 +213,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         help="a URL, or `up` and options of `paceline up`, quoted; the others are compared with the first",
     )  # fmt: skip
     _add_access(parser)
-    parser.add_argument("--rounds", type=COUNT, default=5, metavar="N", help="of all targets (default: 5)")
+    parser.add_argument("--rounds", type=COUNT, default=7, metavar="N", help="of all targets (default: 7)")
     add_shape(parser)
     add_workload(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round here")

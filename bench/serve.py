@@ -45,7 +45,8 @@ def measured(options: argparse.Namespace) -> tuple[Run, Summary]:
     finally:
         if live:
             print(file=sys.stderr)
-    for warning in warnings(summary, finished.open_loop, finished.left_out, options.max_in_flight is not None):
+    held_back = options.max_in_flight is not None
+    for warning in warnings(summary, finished.records, finished.open_loop, finished.left_out, held_back):
         print(f"note: {warning}", file=sys.stderr)
     return finished, summary
 

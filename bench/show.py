@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from bench.load import Progress
+from bench.records import Record
 from bench.summary import Summary
 
 NAMES = {
@@ -38,13 +39,18 @@ def table(summary: Summary) -> Iterator[str]:
         yield f"goodput    {summary.goodput.requests_per_s:.3f} requests/s, {summary.goodput.share:.1%} ({limits})"
 
 
-def warnings(summary: Summary, open_loop: bool, left_out: int, held_back: bool) -> Iterator[str]:
+def warnings(
+    summary: Summary, records: Sequence[Record], open_loop: bool, left_out: int, held_back: bool
+) -> Iterator[str]:
     if left_out:
         yield f"{left_out} requests of the trace were left out: longer than --max-input"
     lag = summary.latency_ms.get("send_lag")
     if open_loop and not held_back and lag is not None and lag.p99 > _LATE_MS:
         yield f"1 in 100 requests was sent {lag.p99:.0f} ms late or more: the measuring process needs more CPU"
-    if summary.input_tokens_per_s is None:
+    for kind in summary.errors:
+        first = next(record for record in records if record.error == kind)
+        yield f"{kind}, the first of {summary.errors[kind]}: {first.reason}"
+    if summary.completed and summary.input_tokens_per_s is None:
         yield "the server sends no usage: output tokens were counted as events, input tokens are unknown"
 
 

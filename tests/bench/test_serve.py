@@ -13,6 +13,7 @@ import pytest
 from bench.records import Record, read_records
 from bench.run import RunError, make_plan, run
 from bench.serve import keep
+from bench.show import warnings
 from bench.summary import summarise, whole_run
 from paceline.cli import build_parser
 from tests.bench.fake_server import FakeServer
@@ -92,7 +93,11 @@ def test_failures_have_kinds_and_leave_the_others_alone() -> None:
     assert [record.error for record in records] == ["", "http_503", "broken", ""]
     assert "no room" in records[1].reason
     assert records[2].output_tokens == 1
-    assert summarise(records, whole_run(records), {}).errors == {"broken": 1, "http_503": 1}
+    summary = summarise(records, whole_run(records), {})
+    assert summary.errors == {"broken": 1, "http_503": 1}
+    assert any(
+        "http_503, the first of 1" in line and "no room" in line for line in warnings(summary, records, False, 0, False)
+    )
 
 
 def test_a_request_that_takes_too_long_is_a_timeout() -> None:
