@@ -32,7 +32,7 @@ def ask(cluster: Cluster, prompt: list[int]) -> http.client.HTTPConnection:
 
 def test_G1_ten_cancelled_long_prompts_leave_only_what_had_begun(tiny: Path) -> None:
     asked, wanted = prompts(tiny), reference(tiny, TOKENS)
-    with Cluster("--chunk-size", str(CHUNK), "--ring-timeout", "60", model=tiny) as cluster:
+    with Cluster("--chunk-size", str(CHUNK), "--ring-timeout", "60", model=tiny, decode_pp=1) as cluster:
         prefill = addresses(cluster, "prefill")["prefill-0"]
         assert stream(cluster, asked[SHORT]) == wanted[SHORT]
 
