@@ -88,12 +88,15 @@ Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
 
 @_typing.final
 class DrainState(_message.Message):
+    """How far an instance is that takes nothing new."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     REMAINING_S_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """As it was given."""
     remaining_s: _builtins.float
     """Seconds until what is still open is let go."""
     empty: _builtins.bool
@@ -115,6 +118,8 @@ Global___DrainState: _TypeAlias = DrainState  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
+    """What is to be known of a drain."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -141,13 +146,16 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
+    """What the drain began with."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
     OPEN_ATTEMPTS_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
-    """As in StatusResponse."""
+    """As in StatusResponse; an instance whose ranks start is not "draining" before they are ready."""
     open_attempts: _builtins.int
+    """As in StatusResponse."""
     def __init__(
         self,
         *,
@@ -164,6 +172,8 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
+    """Asks nothing in particular."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -179,6 +189,8 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
+    """How the instance is now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
@@ -199,6 +211,8 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class DumpFlightRequest(_message.Message):
+    """What is to be known of the recordings."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -219,6 +233,8 @@ Global___DumpFlightRequest: _TypeAlias = DumpFlightRequest  # noqa: Y015
 
 @_typing.final
 class DumpFlightResponse(_message.Message):
+    """Where the recordings are."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANKS_FIELD_NUMBER: _builtins.int
@@ -241,12 +257,15 @@ Global___DumpFlightResponse: _TypeAlias = DumpFlightResponse  # noqa: Y015
 
 @_typing.final
 class RankDump(_message.Message):
+    """One rank's recording, or why there is none."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    """Its place in the pipeline, from 0."""
     path: _builtins.str
     """Of the file, on the rank's host. Each dump of an epoch replaces the one before."""
     error: _builtins.str
@@ -268,6 +287,8 @@ Global___RankDump: _TypeAlias = RankDump  # noqa: Y015
 
 @_typing.final
 class SetLogLevelRequest(_message.Message):
+    """What is to be logged from now on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
@@ -292,6 +313,8 @@ Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
 
 @_typing.final
 class SetLogLevelResponse(_message.Message):
+    """Whom it did not reach."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SILENT_RANKS_FIELD_NUMBER: _builtins.int
