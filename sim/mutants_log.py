@@ -13,11 +13,12 @@ from consensus.log import Window
 from consensus.status import KVPoll
 from consensus.store import Leader, Update
 from consensus.votes import BallotBox, Bell
-from pipeline.effects import Acknowledge, Effect, Relay, Report
+from pipeline.effects import Acknowledge, Effect, Relay, Report, Skip
 from pipeline.local import Local
-from pipeline.outcome import ERROR
+from pipeline.outcome import ERROR, Outcome
 from pipeline.rank import RankCore
 from pipeline.replica import Replica
+from pipeline.request import Request
 from sim.rank import RankProcess
 
 Patches = list[tuple[object, str, Any]]
@@ -192,3 +193,12 @@ def own_clock() -> Patches:
         original(self, item)
 
     return [(RankProcess, "on_entry", on_entry)]
+
+
+def skip_shared() -> Patches:
+    def end_when_harvested(self: Replica, request: Request, outcome: Outcome) -> None:
+        request.ending = outcome
+        for tick in request.ticks:
+            self.emit(Skip(tick))
+
+    return [(Replica, "end_when_harvested", end_when_harvested)]

@@ -56,6 +56,7 @@ MUTATIONS: dict[str, Mutation] = {
     "silent_when_empty": Mutation("no acknowledgement while nothing is held", log.silent_when_empty),
     "no_window": Mutation("rank 0 writes on without waiting for acknowledgements", log.no_window, "zero"),
     "own_clock": Mutation("ranks judge deadlines by their own clocks", log.own_clock, "aborts"),
+    "skip_shared": Mutation("a tick is skipped when one of its attempts has ended", log.skip_shared, "aborts"),
     # Who may have which pages.
     "free_before_fence": Mutation(
         "an aborted attempt's destination pages are free at once", pages.free_before_fence, "aborts"

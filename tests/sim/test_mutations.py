@@ -24,7 +24,7 @@ FOUND_SOON = (
     *("repoll", "union", "free_before_fence", "early_decode", "lost_bells", "verdict_unchecked"),
     *("maintain_in_launch", "ballot_with_verdict", "death_is_an_edge", "no_tombstone", "short_tombstone"),
     *("no_stop_tombstone", "stop_only_answered", "no_close_tombstone", "tail_not_lived"),
-    *("damage_ignored", "lease_not_awaited", "token_unchecked"),
+    *("damage_ignored", "lease_not_awaited", "token_unchecked", "skip_shared"),
 )
 
 

@@ -98,7 +98,7 @@ Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
 
 @_typing.final
 class DrainState(_message.Message):
-    """How a drain goes."""
+    """How far an instance is that takes nothing new."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -106,7 +106,7 @@ class DrainState(_message.Message):
     REMAINING_S_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """The operator's."""
+    """As it was given."""
     remaining_s: _builtins.float
     """Seconds until what is still open is let go."""
     empty: _builtins.bool
@@ -128,7 +128,7 @@ Global___DrainState: _TypeAlias = DrainState  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """How long, and why."""
+    """What is to be known of a drain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -156,14 +156,14 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
-    """What is left to be waited for."""
+    """What the drain began with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
     OPEN_ATTEMPTS_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
-    """As in StatusResponse."""
+    """As in StatusResponse; an instance whose ranks start is not "draining" before they are ready."""
     open_attempts: _builtins.int
     """As in StatusResponse."""
     def __init__(
@@ -182,7 +182,7 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """Asks for nothing but the undoing."""
+    """Asks nothing in particular."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,7 +199,7 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
-    """What the instance does now."""
+    """How the instance is now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -221,7 +221,7 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class DumpFlightRequest(_message.Message):
-    """Why the recordings are wanted."""
+    """What is to be known of the recordings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,7 +243,7 @@ Global___DumpFlightRequest: _TypeAlias = DumpFlightRequest  # noqa: Y015
 
 @_typing.final
 class DumpFlightResponse(_message.Message):
-    """Where the recordings lie."""
+    """Where the recordings are."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -267,7 +267,7 @@ Global___DumpFlightResponse: _TypeAlias = DumpFlightResponse  # noqa: Y015
 
 @_typing.final
 class RankDump(_message.Message):
-    """One rank's recording."""
+    """One rank's recording, or why there is none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -297,7 +297,7 @@ Global___RankDump: _TypeAlias = RankDump  # noqa: Y015
 
 @_typing.final
 class SetLogLevelRequest(_message.Message):
-    """What to log from now on."""
+    """What is to be logged from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -323,7 +323,7 @@ Global___SetLogLevelRequest: _TypeAlias = SetLogLevelRequest  # noqa: Y015
 
 @_typing.final
 class SetLogLevelResponse(_message.Message):
-    """Who has heard it."""
+    """Whom it did not reach."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
