@@ -18,8 +18,8 @@ from transfer.io.receiving_port import ReceivingPort
 
 def make_port(config: RankConfig, stage: Any, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[DecodePort, str, str]:
     """The port, no link address (decode ranks dial), and the transfer backend."""
-    parts = transfer_parts(config, stage.kv_pool)
     secrets = load_if(config.secrets)
+    parts = transfer_parts(config, stage.kv_pool, secrets)
     port = ReceivingPort(
         parts.identity, parts.topology, parts.regions, parts.engine, parts.terms, config.host, context=context,
         secrets=secrets,

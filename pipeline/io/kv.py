@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.io.control import RankConfig
+from security.secrets import Secrets
 from transfer.actions import Peer
 from transfer.io.engine import TransferEngine, make_engine
 from transfer.io.engine_slot import EngineFactory
@@ -56,7 +57,7 @@ class TransferParts:
     terms: Terms
 
 
-def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
+def transfer_parts(config: RankConfig, pool: Pool, secrets: Secrets | None) -> TransferParts:
     """Starts the transfer engine and registers the pool. Raises `EngineError` with what is missing."""
     heads = (0, pool.kv_heads)
     shards = tuple(Shard(rank, layers, heads) for rank, layers in enumerate(config.layer_ranges))
@@ -71,8 +72,10 @@ def transfer_parts(config: RankConfig, pool: Pool) -> TransferParts:
         bases=tuple(tuple(pair) for pair in bases.values()),
     )
 
+    key = secrets.derive("transfer") if secrets is not None else None
+
     def engine_factory() -> TransferEngine:
-        engine = make_engine(config.transfer_backend, config.host, config.transfer_device)
+        engine = make_engine(config.transfer_backend, config.host, config.transfer_device, key=key)
         try:
             engine.register(pool.base_address, pool.nbytes, pool.descriptor)
         except BaseException:

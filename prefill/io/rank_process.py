@@ -18,7 +18,8 @@ from transfer.io.sending_port import SendingPort
 
 def make_port(config: RankConfig, stage: Any, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[PrefillPort, str, str]:
     """The port, the address its link listens on, and the transfer backend."""
-    parts = transfer_parts(config, stage.kv_pool)
+    secrets = load_if(config.secrets)
+    parts = transfer_parts(config, stage.kv_pool, secrets)
     port = SendingPort(
         parts.identity,
         parts.topology,
@@ -27,7 +28,7 @@ def make_port(config: RankConfig, stage: Any, context: zmq.Context[zmq.Socket[by
         parts.terms,
         config.host,
         engine_factory=parts.engine_factory,
-        secrets=load_if(config.secrets),
+        secrets=secrets,
     )
     return PrefillPort(port, config.rank == config.pp_size - 1), port.address, parts.engine.name
 

@@ -205,8 +205,11 @@ def require_local(host: str) -> None:
         raise EngineError(f"the transfer engine needs an address of this host, and {host} is none: {error}") from None
 
 
-def make_engine(name: str, host: str, device: str = "", handle_deadline: float = 20.0) -> TransferEngine:
+def make_engine(
+    name: str, host: str, device: str = "", handle_deadline: float = 20.0, key: bytes | None = None
+) -> TransferEngine:
     """`host` is the address that peers reach; `handle_deadline` seconds without an end make a write unknown.
+    Where the backend can, its peers must prove that they know the `key`.
 
     Raises `EngineError`, also as `choose` does.
     """
@@ -221,7 +224,7 @@ def make_engine(name: str, host: str, device: str = "", handle_deadline: float =
     if chosen == "stream":
         from .stream.engine import StreamEngine
 
-        return StreamEngine(host, handle_deadline)
+        return StreamEngine(host, handle_deadline, key=key)
     from .owned_thread import Driver, OwnedThread
 
     driver: Driver

@@ -62,8 +62,16 @@ class StreamEngine:
 
     name = "stream"
 
-    def __init__(self, host: str, handle_deadline: float, shared_memory: bool = True, max_handles: int = 4096) -> None:
-        """Listens on a free port of `host`. `shared_memory`: offer and use it. Raises `EngineError`."""
+    def __init__(
+        self,
+        host: str,
+        handle_deadline: float,
+        shared_memory: bool = True,
+        max_handles: int = 4096,
+        key: bytes | None = None,
+    ) -> None:
+        """Listens on a free port of `host`. `shared_memory`: offer and use it. Over TCP only with peers that know
+        the `key`, if there is one. Raises `EngineError`."""
         self.counters = EngineCounters()
         self._completions = Completions()
         self._outstanding = Outstanding(self._completions, self.counters, max_handles)
@@ -80,12 +88,12 @@ class StreamEngine:
         self._loop = Loop()
         try:
             self._host = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
-            self._receiver = Receiver(self._loop, str(self._host), self._incarnation, self._leases)
+            self._receiver = Receiver(self._loop, str(self._host), self._incarnation, self._leases, key)
         except OSError as error:
             self._loop.close()
             self._completions.close()
             raise EngineError(f"the stream engine cannot listen on {host}: {error}") from None
-        self._here = Here(self._loop, self._incarnation, self._boot, handle_deadline, self._ended)
+        self._here = Here(self._loop, key, self._boot, handle_deadline, self._ended)
         self._thread = threading.Thread(target=self._run, name="transfer-stream", daemon=True)
         self._thread.start()
 

@@ -25,7 +25,7 @@ from .fence import LeaseTableView, require_sealed
 from .host import ANSWER, MAX_MESSAGE, MAX_REGIONS, MessageSocket
 from .loop import READABLE, WRITABLE, Alarm, Loop
 from .transfer import LENGTH, TARGET, Broken, Ended, Transfer
-from .wire import HELLO, MAGIC, VERSION, Endpoint, Malformed
+from .wire import HELLO, MAGIC, NONCE_BYTES, VERSION, Endpoint, Malformed
 
 GREETING_DEADLINE = 2.0
 KNOWN_LEASES = 1024
@@ -73,9 +73,9 @@ class _Known:
 
 
 class MemoryPath:
-    def __init__(self, loop: Loop, endpoint: Endpoint, incarnation: bytes, ended: Ended, broken: Broken) -> None:
+    def __init__(self, loop: Loop, endpoint: Endpoint, ended: Ended, broken: Broken) -> None:
         self.ready = False
-        self._loop, self._endpoint, self._incarnation = loop, endpoint, incarnation
+        self._loop, self._endpoint = loop, endpoint
         self._ended, self._broken = ended, broken
         self._messages: MessageSocket | None = None
         self._events = READABLE
@@ -94,7 +94,7 @@ class MemoryPath:
             messages = MessageSocket(connection, MAX_MESSAGE, 1 + MAX_REGIONS)
             if not messages.same_user():
                 raise OSError(errno.EPERM, "it is another user's")
-            messages.send(HELLO.pack(MAGIC, VERSION, bytes.fromhex(self._endpoint.incarnation), self._incarnation))
+            messages.send(HELLO.pack(MAGIC, VERSION, bytes.fromhex(self._endpoint.incarnation), bytes(NONCE_BYTES)))
         except OSError:
             connection.close()
             raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .loop import Alarm, Loop
@@ -30,7 +29,7 @@ class Here:
     """What this engine is to all its peers."""
 
     loop: Loop
-    incarnation: bytes
+    key: bytes | None  # that peers must know, and prove to know
     boot: str  # of this host; "" to share no memory
     deadline: float
     ended: Ended
@@ -75,8 +74,11 @@ class Peer:
         endpoint, here = self._parsed, self._here
         assert isinstance(endpoint, Endpoint)
         self._by_memory = by_memory and bool(endpoint.memory) and endpoint.boot == here.boot != ""
-        kind: Callable[..., Path] = MemoryPath if self._by_memory else TcpPath
-        self._path = kind(here.loop, endpoint, here.incarnation, self._on_ended, self._on_broken)
+        self._path = (
+            MemoryPath(here.loop, endpoint, self._on_ended, self._on_broken)  # the kernel says whose user it is
+            if self._by_memory
+            else TcpPath(here.loop, endpoint, here.key, self._on_ended, self._on_broken)
+        )
         try:
             self._path.open()
         except OSError as error:

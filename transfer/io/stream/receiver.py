@@ -11,8 +11,10 @@ verdicts that nobody reads a size.
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -24,18 +26,25 @@ from .areas import Lease
 from .iovec import Iovec, Ranges, address_of, one_range
 from .loop import READABLE, WRITABLE, Alarm, Loop
 from .wire import (
+    BY_SOURCE,
+    BY_TARGET,
+    CHALLENGE,
+    CHALLENGED,
     FULL,
     HEAD,
     HELLO,
     MAGIC,
     MAX_TAIL,
+    NONCE_BYTES,
     OTHER_INCARNATION,
     OTHER_VERSION,
+    PROOF_BYTES,
     VERSION,
     WELCOME,
     WELCOMED,
     Head,
     Malformed,
+    prove,
     read_head,
     read_tail,
     verdict,
@@ -59,7 +68,7 @@ _scratch_address = address_of(_scratch)
 class ReceiverCounters:
     accepted: int = 0
     malformed: int = 0  # connections closed for what they said
-    strangers: int = 0  # greetings that meant another incarnation or version
+    strangers: int = 0  # greetings that meant another incarnation or version, or that proved nothing
     silent: int = 0  # closed without a greeting
     stalled: int = 0  # closed in the middle of a frame, or for verdicts they do not read
     turned_away: int = 0  # for the number of connections
@@ -69,8 +78,11 @@ class ReceiverCounters:
 
 
 class Receiver:
-    def __init__(self, loop: Loop, host: str, incarnation: bytes, leases: Mapping[bytes, Lease]) -> None:
-        """Listens on a free port of `host`, a numeric address. Raises `OSError`."""
+    def __init__(
+        self, loop: Loop, host: str, incarnation: bytes, leases: Mapping[bytes, Lease], key: bytes | None = None
+    ) -> None:
+        """Listens on a free port of `host`, a numeric address; for who knows the `key`. Raises `OSError`."""
+        self.key = key
         self.loop, self.incarnation, self.leases = loop, incarnation, leases
         self.counters = ReceiverCounters()
         self.connections: dict[int, Connection] = {}  # in order of their arrival
@@ -217,6 +229,9 @@ class Connection:
             answer = OTHER_INCARNATION
         elif sum(one.greeted for one in self._receiver.connections.values()) >= PEERS:
             answer = FULL
+        if answer == WELCOMED and self._receiver.key is not None:
+            self._challenge(self._receiver.key)
+            return
         self._out += WELCOME.pack(MAGIC, VERSION, answer)
         if answer != WELCOMED:
             self._counters.strangers += answer != FULL
@@ -226,6 +241,22 @@ class Connection:
             return
         self.greeted = True
         self._expect_head()
+
+    def _challenge(self, key: bytes) -> None:
+        hello, nonce = bytes(self._buffer[: HELLO.size]), secrets.token_bytes(NONCE_BYTES)
+        self._out += WELCOME.pack(MAGIC, VERSION, CHALLENGED)
+        self._out += CHALLENGE.pack(nonce, prove(key, BY_TARGET, hello, nonce))
+        expected = prove(key, BY_SOURCE, hello, nonce)
+
+        def on_proof() -> None:
+            if not hmac.compare_digest(bytes(self._buffer[:PROOF_BYTES]), expected):
+                self._counters.strangers += 1
+                raise Malformed("no proof of the cluster's secrets")
+            self._out += WELCOME.pack(MAGIC, VERSION, WELCOMED)
+            self.greeted = True
+            self._expect_head()
+
+        self._expect(one_range(self._address, PROOF_BYTES), on_proof)
 
     def _on_head(self) -> None:
         head = read_head(self._buffer)

@@ -10,8 +10,10 @@ so that little of what the kernel still holds is sent after it, and the target's
 from __future__ import annotations
 
 import errno
+import hmac
 import ipaddress
 import os
+import secrets
 import socket
 import struct
 import time
@@ -25,12 +27,17 @@ from .loop import READABLE, WRITABLE, Alarm, Loop
 from .receiver import keep_alive
 from .transfer import LENGTH, SOURCE, TARGET, Broken, Ended, Transfer
 from .wire import (
+    BY_SOURCE,
+    BY_TARGET,
+    CHALLENGE,
+    CHALLENGED,
     FRAME_BYTES,
     FULL,
     HEAD,
     HELLO,
     MAGIC,
     MAX_TAIL,
+    NONCE_BYTES,
     OTHER_INCARNATION,
     OTHER_VERSION,
     VERSION,
@@ -38,6 +45,7 @@ from .wire import (
     WELCOMED,
     Endpoint,
     Malformed,
+    prove,
     take_verdicts,
     write_frame,
 )
@@ -53,9 +61,11 @@ REFUSALS = {
 
 
 class TcpPath:
-    def __init__(self, loop: Loop, endpoint: Endpoint, incarnation: bytes, ended: Ended, broken: Broken) -> None:
+    def __init__(self, loop: Loop, endpoint: Endpoint, key: bytes | None, ended: Ended, broken: Broken) -> None:
         self.ready = False
-        self._loop, self._endpoint, self._incarnation = loop, endpoint, incarnation
+        self._loop, self._endpoint, self._key = loop, endpoint, key
+        self._hello = b""
+        self._proven = False  # the peer knows our key, or there is none
         self._ended, self._broken = ended, broken
         self._deadline = Alarm(loop, lambda: self._break("the peer's port does not answer"))
         self._socket: socket.socket | None = None
@@ -133,9 +143,9 @@ class TcpPath:
             self._connected = True
             if self._socket.getsockname()[0] == self._socket.getpeername()[0]:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BUFFER)
-            self._socket.sendall(
-                HELLO.pack(MAGIC, VERSION, bytes.fromhex(self._endpoint.incarnation), self._incarnation)
-            )
+            meant, nonce = bytes.fromhex(self._endpoint.incarnation), secrets.token_bytes(NONCE_BYTES)
+            self._hello = HELLO.pack(MAGIC, VERSION, meant, nonce)
+            self._socket.sendall(self._hello)
             self._watch(READABLE)
             return
         if events & ~WRITABLE:
@@ -164,6 +174,11 @@ class TcpPath:
         if len(self._in) < WELCOME.size:
             return False
         magic, version, answer = WELCOME.unpack_from(self._in)
+        if (magic, version, answer) == (MAGIC, VERSION, CHALLENGED) and not self._proven:
+            return self._prove() and self._welcome()
+        if answer == WELCOMED and self._key is not None and not self._proven:
+            self._break("the peer does not ask for the cluster's secrets, so it may be anyone", final=True)
+            return False
         if answer != WELCOMED or magic != MAGIC or version != VERSION:
             known = magic == MAGIC and answer in REFUSALS
             reason = REFUSALS[answer] if known else "what listens at the peer's port is no stream engine"
@@ -172,6 +187,23 @@ class TcpPath:
         del self._in[: WELCOME.size]
         self.ready = True
         self._deadline.off()
+        return True
+
+    def _prove(self) -> bool:
+        """Whether the challenge is whole, the peer's own proof is right, and ours is on its way."""
+        assert self._socket is not None
+        if len(self._in) < WELCOME.size + CHALLENGE.size:
+            return False
+        nonce, proof = CHALLENGE.unpack_from(self._in, WELCOME.size)
+        del self._in[: WELCOME.size + CHALLENGE.size]
+        if self._key is None:
+            self._break("the peer asks for the cluster's secrets, and there are none here", final=True)
+            return False
+        if not hmac.compare_digest(proof, prove(self._key, BY_TARGET, self._hello, nonce)):
+            self._break("the peer has other secrets than this cluster's", final=True)
+            return False
+        self._proven = True
+        self._socket.sendall(prove(self._key, BY_SOURCE, self._hello, nonce))
         return True
 
     def _judge(self, sequence: int, refusal: str | None) -> None:

@@ -3,15 +3,18 @@
 In: bytes of a peer. Out: their fields, all within bounds, or `Malformed`. Numbers are little-endian.
 
 A connection belongs to the side that sends KV. It greets with the incarnation of the engine that it means
-and is welcomed or refused. Then it sends frames: head, lease, table of (address, bytes), and the payload, at
-most `FRAME_BYTES`. The frames of a handle (`sequence`) follow each other, the last one says so, and the
-receiver answers each sequence with one verdict: landed, or refused for a reason. After a refusal, which may
-come early, the rest of that handle's frames need not be sent, and land nowhere.
+and is welcomed or refused. Where the cluster has secrets it is first challenged, and each side proves to the
+other that it knows them (`prove`), by nonces of both; the payload itself is not encrypted. Then it sends
+frames: head, lease, table of (address, bytes), and the payload, at most `FRAME_BYTES`. The frames of a handle
+(`sequence`) follow each other, the last one says so, and the receiver answers each sequence with one verdict:
+landed, or refused for a reason. After a refusal, which may come early, the rest of that handle's frames need
+not be sent, and land nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import ipaddress
 import struct
 from pathlib import Path
@@ -22,21 +25,29 @@ import numpy
 
 from .iovec import Ranges
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"pKVs"
-INCARNATION_BYTES = 16
+INCARNATION_BYTES = NONCE_BYTES = 16
 FRAME_BYTES = 4 << 20  # at 1 MiB the CPU per byte is a quarter more; a revoke cuts through one
 FRAME_PIECES = 1000  # with the frame's head fewer than the 1024 that the kernel takes at once
 MAX_LEASE = 512
 MAX_REASON = 400
 MAX_ENDPOINT = 1024
 
-HELLO = struct.Struct("<4sHxx16s16s")  # magic, version, incarnation meant, incarnation of the sender
-WELCOME = struct.Struct("<4sHH")  # magic, version, one of the four below
-WELCOMED, OTHER_VERSION, OTHER_INCARNATION, FULL = range(4)
+HELLO = struct.Struct("<4sHxx16s16s")  # magic, version, incarnation meant, nonce
+WELCOME = struct.Struct("<4sHH")  # magic, version, one of the five below
+WELCOMED, OTHER_VERSION, OTHER_INCARNATION, FULL, CHALLENGED = range(5)
+CHALLENGE = struct.Struct("<16s32s")  # after CHALLENGED: nonce of the target, its proof; answered by one of the source
+PROOF_BYTES = 32
+BY_TARGET, BY_SOURCE = b"target", b"source"
 HEAD = struct.Struct("<4sHHQII")  # magic, last, bytes of the lease, sequence, pieces, bytes of the payload
 VERDICT = struct.Struct("<QHH")  # sequence, refused, bytes of the reason
 MAX_TAIL = MAX_LEASE + 16 * FRAME_PIECES
+
+
+def prove(key: bytes, by: bytes, hello: bytes, nonce: bytes) -> bytes:
+    """That whoever sends it knows the key, and answers this greeting and this nonce."""
+    return hmac.digest(key, b"paceline stream " + by + hello + nonce, "sha256")
 
 
 class Malformed(ValueError):
