@@ -101,6 +101,9 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="HOST:PORT",
         help="instances to ask (default: those of `paceline up`)",
     )
+    parser.add_argument(
+        "--registry", type=ADDRESS, metavar="HOST:PORT", help="ask all instances that the gateway there knows"
+    )
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
     _add_run_dir(parser)
     parser.set_defaults(run=_run_status)
@@ -214,7 +217,7 @@ def _run_up(options: argparse.Namespace) -> int:
 def _run_status(options: argparse.Namespace) -> int:
     from paceline.status import status
 
-    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json))
+    return asyncio.run(status(options.run_dir, options.address, options.registry, options.timeout, options.json))
 
 
 def _run_doctor(options: argparse.Namespace) -> int:

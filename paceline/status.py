@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,68 @@ import grpc.aio
 from paceline.config import Cluster, read_cluster
 from paceline.health import CHANNEL_OPTIONS, GatewayProbe
 from paceline.status_table import render
-from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, common_pb2
+from paceline_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    bootstrap_pb2,
+    bootstrap_pb2_grpc,
+    common_pb2,
+    registry_pb2,
+    registry_pb2_grpc,
+)
 
 ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 
 
-async def status(run_dir: Path, addresses: list[str] | None, timeout: float, as_json: bool) -> int:
-    cluster = None if addresses else read_cluster(run_dir)
-    if cluster is None and not addresses:
+async def status(
+    run_dir: Path, addresses: list[str] | None, registry: str | None, timeout: float, as_json: bool
+) -> int:
+    cluster = None if addresses or registry else read_cluster(run_dir)
+    if cluster is None and not addresses and not registry:
         raise SystemExit(
             f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
-            "or name instances with --address"
+            "or name instances with --address, or a gateway with --registry"
         )
-    report = await collect(cluster, addresses or [], timeout)
+    known = await ask_registry(registry, timeout) if registry else []
+    report = await collect(cluster, addresses or [], timeout, known)
     print(json.dumps(report, indent=2) if as_json else render(report))
     return 1 if any(instance["error"] for instance in report["instances"]) else 0
 
 
-async def collect(cluster: Cluster | None, addresses: list[str], timeout: float) -> dict[str, Any]:
+async def collect(
+    cluster: Cluster | None,
+    addresses: list[str],
+    timeout: float,
+    registered: Sequence[registry_pb2.RegisteredInstance] = (),
+) -> dict[str, Any]:
     """All questions at once; each has `timeout` seconds."""
     known = [(part.name, part.role, part.address) for part in cluster.instances] if cluster else []
-    known += [("", "", address) for address in addresses]
+    told = {one.description.instance.address: one for one in registered}
+    known += [
+        (one.description.instance.instance_id, ROLES.get(one.description.role, ""), address)
+        for address, one in told.items()
+    ]
+    known += [("", "", address) for address in addresses if address not in told]
     gateway, *instances = await asyncio.gather(
         ask_gateway(cluster.url if cluster else None, timeout),
         *(ask_instance(*who, timeout) for who in known),
     )
+    for instance in instances:
+        if (one := told.get(instance["address"])) is not None:
+            instance["routed"] = "" if one.used else one.status
     return {"gateway": cluster.url if cluster else None, "gateway_status": gateway, "instances": instances}
+
+
+async def ask_registry(registry: str, timeout: float) -> list[registry_pb2.RegisteredInstance]:
+    """All instances that a gateway knows. Ends the command if it does not answer."""
+    async with grpc.aio.insecure_channel(registry, options=CHANNEL_OPTIONS) as channel:
+        stream = registry_pb2_grpc.RegistryStub(channel).Watch(registry_pb2.WatchRequest(), timeout=timeout)
+        try:
+            return list((await stream.read()).instances)
+        except grpc.aio.AioRpcError as error:
+            raise SystemExit(f"paceline: the registry at {registry} does not answer: {error.details()}") from error
+        finally:
+            stream.cancel()
 
 
 async def ask_gateway(url: str | None, timeout: float) -> str | None:
@@ -99,6 +136,7 @@ def instance_report(
         "pool_pages": described.pages,
         "kv_dtype": described.kv_dtype,
         "transfer_backend": described.transfer_backend,
+        "routed": "",  # why a gateway that was asked does not use it
         "ranks": [rank_report(rank) for rank in sorted(told.ranks, key=lambda rank: rank.rank)],
     }
 

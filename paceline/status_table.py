@@ -31,6 +31,8 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
     )
     if not instance["serving"] and instance["not_serving_reason"]:
         yield f"  not serving: {instance['not_serving_reason']}"
+    if instance["routed"]:
+        yield f"  not used by the gateway: {instance['routed']}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
     yield from _aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])
