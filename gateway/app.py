@@ -93,8 +93,12 @@ def parse_arguments(arguments: Sequence[str]) -> GatewayConfig:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
-        asyncio.run(serve(parse_arguments(sys.argv[1:])))
-    except (OSError, ValueError) as error:
+        config = parse_arguments(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"gateway: {error}")
+    try:
+        asyncio.run(serve(config))
+    except OSError as error:  # an address it cannot listen on
         log.error("refused to start: %s", error)
         sys.exit(2)
 
