@@ -114,9 +114,13 @@ def parse_arguments(arguments: Sequence[str]) -> GatewayConfig:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
-        asyncio.run(serve(parse_arguments(sys.argv[1:])))
+        config = parse_arguments(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"gateway: {error}")
+    try:
+        asyncio.run(serve(config))
     except (OSError, ValueError) as error:
-        # Exposed, KeysError and SecretsError are ValueErrors.
+        # An address it cannot listen on; Exposed, KeysError and SecretsError are ValueErrors.
         log.error("refused to start: %s", error)
         sys.exit(REFUSED)
 

@@ -38,6 +38,7 @@ class RegistryServer:
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+                ("grpc.http2.min_ping_interval_without_data_ms", 4000),  # instances ping every 5 s
                 ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished without a word
                 ("grpc.http2.ping_timeout_ms", 10_000),
             ],

@@ -22,10 +22,9 @@ from lint.sets import SetNames, declared_attributes, is_set
 
 PURE_FOLDERS = ("consensus", "pipeline", "prefill", "decode", "transfer")
 PURE_GATEWAY = (
-    "router", "policies", "instances", "merge", "detokenize", "breaker", "resume", "stop_strings", "output", "errors",
-    "leases", "workbook", "terms",
-    "generation_job",
-    "openai_api", "openai_replies", "key_limits", "refusals", "phases",
+    "router", "policies", "instances", "merge", "detokenize", "breaker", "leases", "workbook", "terms", "resume",
+    "stop_strings", "output", "errors", "generation_job", "openai_api", "openai_replies", "key_limits", "refusals",
+    "phases",
 )  # fmt: skip
 
 # fmt: off

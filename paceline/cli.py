@@ -144,6 +144,9 @@ def _add_asked(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="instances to ask (default: those of `paceline up`)",
     )
+    parser.add_argument(
+        "--registry", type=ADDRESS, metavar="HOST:PORT", help="ask all instances that the gateway there knows"
+    )
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="for each instance (default: 3)")
     add_secrets_option(parser)
     _add_run_dir(parser)
@@ -313,33 +316,26 @@ def _run_up(options: argparse.Namespace) -> int:
 
 
 def _run_status(options: argparse.Namespace) -> int:
+    from paceline.asked import asked
     from paceline.status import status
 
-    return asyncio.run(status(options.run_dir, options.address, options.timeout, options.json, options.secrets))
+    return asyncio.run(status(asked(options), options.json))
 
 
 def _run_top(options: argparse.Namespace) -> int:
+    from paceline.asked import asked
     from paceline.top import top
 
-    return asyncio.run(top(options.run_dir, options.address, options.timeout, options.once, options.secrets))
+    return asyncio.run(top(asked(options), options.once))
 
 
 def _run_timeline(options: argparse.Namespace) -> int:
+    from paceline.asked import asked
     from paceline.timeline import timeline
 
     if options.out is None and not options.summary:
         raise SystemExit("paceline: timeline needs --out FILE, --summary, or both")
-    return asyncio.run(
-        timeline(
-            options.run_dir,
-            options.address,
-            options.seconds,
-            options.out,
-            options.summary,
-            options.timeout,
-            options.secrets,
-        )
-    )
+    return asyncio.run(timeline(asked(options), options.seconds, options.out, options.summary))
 
 
 def _run_health(options: argparse.Namespace) -> int:

@@ -71,17 +71,6 @@ def cluster_secrets(folder: str) -> Secrets | None:
         raise SystemExit(f"paceline: {error}") from error
 
 
-def instance_addresses(run_dir: Path) -> list[str]:
-    """Of the instances of the cluster that runs there. Ends the command if there is none."""
-    cluster = read_cluster(run_dir)
-    if cluster is None:
-        raise SystemExit(
-            f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
-            "or name instances with --address"
-        )
-    return [part.address for part in cluster.instances]
-
-
 def default_run_dir() -> Path:
     return Path(os.environ.get("PACELINE_RUN_DIR", ".run"))
 

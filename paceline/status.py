@@ -8,48 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from paceline.config import Cluster, cluster_secrets, read_cluster
+from paceline.asked import ROLES, Asked, Known
 from paceline.health import CHANNEL_OPTIONS, GatewayProbe
 from paceline.status_table import render
-from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, common_pb2
+from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc
 from security.channels import dial
-from security.secrets import Secrets
-
-ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 
 
-async def status(
-    run_dir: Path, addresses: list[str] | None, timeout: float, as_json: bool, secrets_folder: str = ""
-) -> int:
-    secrets = cluster_secrets(secrets_folder)
-    cluster = None if addresses else read_cluster(run_dir)
-    if cluster is None and not addresses:
-        raise SystemExit(
-            f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
-            "or name instances with --address"
-        )
-    report = await collect(cluster, addresses or [], timeout, secrets)
+async def status(asked: Asked, as_json: bool) -> int:
+    report = await collect(asked)
     print(json.dumps(report, indent=2) if as_json else render(report))
     return 1 if any(instance["error"] for instance in report["instances"]) else 0
 
 
-async def collect(
-    cluster: Cluster | None, addresses: list[str], timeout: float, secrets: Secrets | None
-) -> dict[str, Any]:
-    """All questions at once; each has `timeout` seconds."""
-    known = [(part.name, part.role, part.address) for part in cluster.instances] if cluster else []
-    known += [("", "", address) for address in addresses]
+async def collect(asked: Asked) -> dict[str, Any]:
+    """All questions at once, once it is known whom to ask; each has `asked.timeout` seconds."""
+    known = await asked.known()
     gateway, *instances = await asyncio.gather(
-        ask_gateway(cluster.url if cluster else None, timeout),
-        *(ask_instance(*who, timeout, secrets) for who in known),
+        ask_gateway(asked.url, asked.timeout), *(ask_instance(asked, one) for one in known)
     )
-    return {"gateway": cluster.url if cluster else None, "gateway_status": gateway, "instances": instances}
+    return {"gateway": asked.url, "gateway_status": gateway, "instances": instances}
 
 
 async def ask_gateway(url: str | None, timeout: float) -> str | None:
@@ -64,20 +47,20 @@ async def ask_gateway(url: str | None, timeout: float) -> str | None:
         await probe.close()
 
 
-async def ask_instance(name: str, role: str, address: str, timeout: float, secrets: Secrets | None) -> dict[str, Any]:
+async def ask_instance(asked: Asked, known: Known) -> dict[str, Any]:
     """What one instance says, or the same keys with its `error`."""
-    async with dial(address, secrets, CHANNEL_OPTIONS) as channel:
+    described, told, error = bootstrap_pb2.DescribeResponse(), admin_pb2.StatusResponse(), ""
+    async with dial(known.address, asked.secrets, CHANNEL_OPTIONS) as channel:
         try:
             described, told = await asyncio.gather(
-                bootstrap_pb2_grpc.BootstrapStub(channel).Describe(bootstrap_pb2.DescribeRequest(), timeout=timeout),
-                admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=timeout),
+                bootstrap_pb2_grpc.BootstrapStub(channel).Describe(
+                    bootstrap_pb2.DescribeRequest(), timeout=asked.timeout
+                ),
+                admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=asked.timeout),
             )
-        except grpc.aio.AioRpcError as error:
-            reason = why_silent(error)
-            return instance_report(
-                name, role, address, bootstrap_pb2.DescribeResponse(), admin_pb2.StatusResponse(), reason
-            )
-    return instance_report(name, role, address, described, told, "")
+        except grpc.aio.AioRpcError as failure:
+            error = why_silent(failure)
+    return instance_report(known, described, told, error)
 
 
 def why_silent(error: grpc.aio.AioRpcError) -> str:
@@ -93,17 +76,15 @@ def why_silent(error: grpc.aio.AioRpcError) -> str:
 
 
 def instance_report(
-    name: str,
-    role: str,
-    address: str,
+    known: Known,
     described: bootstrap_pb2.DescribeResponse,
     told: admin_pb2.StatusResponse,
     error: str,
 ) -> dict[str, Any]:
     return {
-        "instance": told.instance.instance_id or name,
-        "role": ROLES.get(told.role, role),
-        "address": address,
+        "instance": told.instance.instance_id or known.name,
+        "role": ROLES.get(told.role, known.role),
+        "address": known.address,
         "error": error,
         "epoch": told.instance.epoch,
         "phase": told.phase,
@@ -119,6 +100,7 @@ def instance_report(
         "pool_pages": described.pages,
         "kv_dtype": described.kv_dtype,
         "transfer_backend": described.transfer_backend,
+        "routed": known.routed,
         "ranks": [rank_report(rank) for rank in sorted(told.ranks, key=lambda rank: rank.rank)],
     }
 

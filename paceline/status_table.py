@@ -34,6 +34,8 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
     if drain := instance["drain"]:
         left = f"{instance['open_attempts']} open, let go in {drain['remaining_s']:g} s"
         yield f"  draining: {'empty, may be stopped' if drain['empty'] else left}"
+    if instance["routed"]:
+        yield f"  not used by the gateway: {instance['routed']}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
     yield from aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])

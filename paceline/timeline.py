@@ -15,29 +15,22 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from paceline.config import cluster_secrets, instance_addresses
+from paceline.asked import Asked
 from paceline.health import CHANNEL_OPTIONS
 from paceline.status_table import aligned
 from paceline.trace_events import RankSummary, summarize, trace
 from paceline_proto.v1 import timeline_pb2, timeline_pb2_grpc
 from security.channels import dial
-from security.secrets import Secrets
 
 _LARGEST = 64 << 20
 
 
-async def timeline(
-    run_dir: Path, addresses: list[str] | None, seconds: float, out: Path | None, summary: bool, timeout: float,
-    secrets_folder: str = "",
-) -> int:  # fmt: skip
-    secrets = cluster_secrets(secrets_folder)
-    asked = addresses or instance_addresses(run_dir)
-    answers = await asyncio.gather(
-        *(read(address, seconds, timeout, secrets) for address in asked), return_exceptions=True
-    )
+async def timeline(asked: Asked, seconds: float, out: Path | None, summary: bool) -> int:
+    known = [one.address for one in await asked.known()]
+    answers = await asyncio.gather(*(read(asked, address, seconds) for address in known), return_exceptions=True)
     told: list[timeline_pb2.TimelineReadResponse] = []
     failed = 0
-    for address, answer in zip(asked, answers, strict=True):
+    for address, answer in zip(known, answers, strict=True):
         if isinstance(answer, grpc.aio.AioRpcError):
             print(f"paceline: {address}: {answer.code().name}: {answer.details()}", file=sys.stderr)
             failed += 1
@@ -53,14 +46,12 @@ async def timeline(
     return 1 if failed else 0
 
 
-async def read(
-    address: str, seconds: float, timeout: float, secrets: Secrets | None
-) -> list[timeline_pb2.TimelineReadResponse]:
+async def read(asked: Asked, address: str, seconds: float) -> list[timeline_pb2.TimelineReadResponse]:
     options = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", _LARGEST)]
-    async with dial(address, secrets, options) as channel:
+    async with dial(address, asked.secrets, options) as channel:
         stub = timeline_pb2_grpc.TimelineStub(channel)
         question = timeline_pb2.TimelineReadRequest(seconds=seconds)
-        return [told async for told in stub.Read(question, timeout=timeout)]
+        return [told async for told in stub.Read(question, timeout=asked.timeout)]
 
 
 def table(summaries: Sequence[RankSummary]) -> str:

@@ -9,31 +9,22 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from paceline.config import Cluster, cluster_secrets, read_cluster
+from paceline.asked import Asked
 from paceline.status import collect
 from paceline.status_table import aligned, counted
 from paceline.top_figures import Look, gateway_lines, rank_rows, read_metrics
-from security.secrets import Secrets
 
 EVERY_S = 1.0
 _CLEAR = "\x1b[H\x1b[J"
 
 
-async def top(run_dir: Path, addresses: list[str] | None, timeout: float, once: bool, secrets_folder: str = "") -> int:
-    secrets = cluster_secrets(secrets_folder)
-    cluster = None if addresses else read_cluster(run_dir)
-    if cluster is None and not addresses:
-        raise SystemExit(
-            f"paceline: no cluster runs in {run_dir.absolute()}; start one with `paceline up`, name its --run-dir, "
-            "or name instances with --address"
-        )
+async def top(asked: Asked, once: bool) -> int:
     before = None
     while True:
         began = time.monotonic()
-        now = await look(cluster, addresses or [], timeout, secrets)
+        now = await look(asked)
         if before is not None or once is False:
             sys.stdout.write((("" if once else _CLEAR) + render(before, now)) + "\n")
             sys.stdout.flush()
@@ -43,9 +34,9 @@ async def top(run_dir: Path, addresses: list[str] | None, timeout: float, once: 
         await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
 
 
-async def look(cluster: Cluster | None, addresses: list[str], timeout: float, secrets: Secrets | None) -> Look:
-    url = f"{cluster.url}/metrics" if cluster else None
-    report, metrics = await asyncio.gather(collect(cluster, addresses, timeout, secrets), read_metrics(url, timeout))
+async def look(asked: Asked) -> Look:
+    url = f"{asked.url}/metrics" if asked.url else None
+    report, metrics = await asyncio.gather(collect(asked), read_metrics(url, asked.timeout))
     return Look(time.monotonic(), report, metrics)
 
 

@@ -33,6 +33,10 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # One that vanished without a word, with its host, leaves a connection that would be used for minutes.
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),
     # A proxy in the environment is not for these addresses.
     ("grpc.enable_http_proxy", 0),
 )

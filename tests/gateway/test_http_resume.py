@@ -301,6 +301,19 @@ def test_waiting_for_a_pair_is_bounded(model_folder: Path) -> None:
     run(test)
 
 
+def test_a_wait_that_the_deadline_cuts_short_is_called_so(model_folder: Path) -> None:
+    async def test() -> None:
+        async with cluster(model_folder, prefills, decodes(3), request_timeout_s=0.6) as c:
+            waiting = asyncio.create_task(told(c))
+            c.decode.facts |= {"serving": False}
+            with pytest.raises(
+                openai.APIError, match=r"no pair came to serve within the 0\.\d s that were left of its time"
+            ):
+                await waiting
+
+    run(test)
+
+
 def test_a_request_that_waits_for_a_pair_ends_with_the_gateway(model_folder: Path) -> None:
     async def test() -> None:
         async with cluster(model_folder, prefills, decodes(3), shutdown_grace_s=0.2) as c:

@@ -82,6 +82,21 @@ def test_it_starts_answers_and_ends_on_sigterm_after_what_is_in_flight(model_fol
     run(test)
 
 
+def test_a_registry_whose_port_is_taken_is_said_and_the_gateway_does_not_start(model_folder: Path) -> None:
+    async def test() -> None:
+        holder = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        taken = f"127.0.0.1:{holder.sockets[0].getsockname()[1]}"
+        async with (
+            holder,
+            process("gateway.app", "--model", str(model_folder), "--port", "0", "--registry", taken) as one,
+        ):
+            _, said = await one.communicate()
+            assert one.returncode == 2
+            assert f"refused to start: cannot listen on {taken}" in said.decode()
+
+    run(test)
+
+
 def test_a_stopped_instance_is_noticed_and_used_again(model_folder: Path) -> None:
     async def test() -> None:
         pings = (

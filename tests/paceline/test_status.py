@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,15 @@ from paceline.cli import main
 from paceline.config import Cluster, Part, free_ports
 from paceline.status import instance_report
 from paceline.status_table import counted, render
-from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, common_pb2
+from paceline_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    bootstrap_pb2,
+    bootstrap_pb2_grpc,
+    common_pb2,
+    registry_pb2,
+    registry_pb2_grpc,
+)
 
 RANKS = [
     admin_pb2.RankStatus(
@@ -42,6 +50,9 @@ DESCRIBED = bootstrap_pb2.DescribeResponse(
 )
 
 
+REGISTERED: list[registry_pb2.RegisteredInstance] = []
+
+
 class Scripted(admin_pb2_grpc.AdminServicer, bootstrap_pb2_grpc.BootstrapServicer):
     def __init__(self, mute: bool) -> None:
         self.mute = mute
@@ -53,6 +64,17 @@ class Scripted(admin_pb2_grpc.AdminServicer, bootstrap_pb2_grpc.BootstrapService
 
     async def Describe(self, request: object, context: object) -> bootstrap_pb2.DescribeResponse:
         return DESCRIBED
+
+
+class ScriptedRegistry(registry_pb2_grpc.RegistryServicer):
+    async def Watch(self, request: object, context: object) -> AsyncIterator[registry_pb2.WatchResponse]:  # type: ignore[override]
+        yield registry_pb2.WatchResponse(instances=REGISTERED)
+
+    async def Register(self, request: object, context: object) -> registry_pb2.RegisterResponse:
+        raise AssertionError("operators register nothing")
+
+    async def Leave(self, request: object, context: object) -> registry_pb2.LeaveResponse:
+        raise AssertionError("operators let nobody leave")
 
 
 @contextmanager
@@ -67,6 +89,7 @@ def instance(mute: bool = False) -> Iterator[str]:
         scripted = Scripted(mute)  # type: ignore[abstract]  # what `status` never asks
         admin_pb2_grpc.add_AdminServicer_to_server(scripted, server)
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(scripted, server)
+        registry_pb2_grpc.add_RegistryServicer_to_server(ScriptedRegistry(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port
@@ -100,8 +123,8 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
     assert told == {
         "instance": "prefill-0", "role": "prefill", "address": address, "error": "", "epoch": 3, "phase": "serving",
         "pid": 99, "restarts": 2, "last_failure": "rank 1 was killed", "serving": False,
-        "not_serving_reason": "rank 1 loads", "model_name": "tiny", "page_size": 16, "pool_pages": 64, "kv_dtype": "", "open_attempts": 0, "drain": None,
-        "transfer_backend": "mooncake",
+        "not_serving_reason": "rank 1 loads", "model_name": "tiny", "page_size": 16, "pool_pages": 64, "kv_dtype": "",
+        "open_attempts": 0, "drain": None, "transfer_backend": "mooncake", "routed": "",
     }  # fmt: skip
     assert [rank["rank"] for rank in ranks] == [0, 1]
     assert ranks[1] == {
@@ -139,6 +162,25 @@ def test_the_table_is_aligned_and_says_what_matters(shown: Callable[..., tuple[i
         assert [rank[at:].startswith(value) for rank, value in zip(ranks, values, strict=True)] == [True, True]
     assert "  all ranks agree" in lines
     assert "  rank 0 counted: tokens_generated 12" in lines
+
+
+def test_all_that_a_gateway_knows_is_asked_and_what_it_does_not_use_is_said(
+    shown: Callable[..., tuple[int, str]],
+) -> None:
+    with instance() as address:
+        known = bootstrap_pb2.DescribeResponse(instance=common_pb2.InstanceRef(instance_id="p", address=address))
+        REGISTERED.append(registry_pb2.RegisteredInstance(description=known, status="it was unreachable"))
+        code, out = shown("--registry", address)
+        REGISTERED.clear()
+    assert code == 0
+    assert f"prefill-0   prefill   {address}" in out
+    assert "  not used by the gateway: it was unreachable" in out.splitlines()
+
+
+def test_a_registry_that_does_not_answer_is_said(shown: Callable[..., tuple[int, str]]) -> None:
+    nobody = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+    with pytest.raises(SystemExit, match=f"the registry at {nobody} does not answer"):
+        shown("--timeout", "0.5", "--registry", nobody)
 
 
 def test_an_instance_that_does_not_answer_is_named_and_fails(shown: Callable[..., tuple[int, str]]) -> None:
