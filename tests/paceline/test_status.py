@@ -15,6 +15,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.config import Cluster, Part, free_ports
+from paceline.asked import Known
 from paceline.status import instance_report
 from paceline.status_table import counted, render
 from paceline_proto.v1 import (
@@ -138,7 +139,8 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
 
 
 def test_the_json_names_every_field_of_a_rank() -> None:
-    from paceline.status import rank_report
+    from paceline.asked import Known
+from paceline.status import rank_report
 
     fields = {field.name for field in admin_pb2.RankStatus.DESCRIPTOR.fields} - {"layer_begin", "layer_end"}
     assert set(rank_report(RANKS[0])) == fields | {"layers"}
@@ -223,7 +225,7 @@ def test_no_cluster_is_a_clear_message(tmp_path: Path) -> None:
 )
 def test_a_rank_that_cannot_answer_yet_is_not_called_silent(phase: str, said: str) -> None:
     status = admin_pb2.StatusResponse(phase=phase, ranks=[admin_pb2.RankStatus(rank=0, pid=101, layer_end=30)])
-    told = instance_report("p", "prefill", "a:1", bootstrap_pb2.DescribeResponse(), status, "")
+    told = instance_report(Known("a:1", "p", "prefill"), bootstrap_pb2.DescribeResponse(), status, "")
     out = render({"gateway": None, "instances": [told]})
     assert said in out
     assert "s ago" not in out

@@ -24,9 +24,9 @@ def test_G3_a_daemon_registers_outlives_a_second_of_standing_still_drains_and_le
     caplog.set_level(logging.INFO)
 
     async def test() -> None:
-        registry = Registry(GatewayConfig(model=tmp_path), highest_token_id=0)
+        registry = Registry(GatewayConfig(model=tmp_path), None, highest_token_id=0)
         registry.start()
-        server = RegistryServer(registry, lease_s=5.0)
+        server = RegistryServer(registry, lease_s=5.0, secrets=None)
         port = await server.start("127.0.0.1:0")
         daemon = Daemon(tmp_path, gateways=[f"127.0.0.1:{port}"], drain_timeout=30.0)
         try:
