@@ -119,6 +119,14 @@ def test_elsewhere_the_question_is_put_inside_the_container(rendered: Rendered, 
             assert container["readinessProbe"]["exec"]["command"] == ["paceline-pod", "ready"]
 
 
+@pytest.mark.parametrize("name", MATRIX)
+def test_G3_a_probe_that_is_late_once_restarts_nothing(rendered: Rendered, name: str) -> None:
+    for container in containers(rendered[name]).values():
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe]["failureThreshold"] >= 3 and container[probe]["timeoutSeconds"] >= 5
+        assert container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"] >= 60
+
+
 @pytest.mark.parametrize("name", MATRIX | EXTRAS)
 def test_no_pod_has_rights_that_it_does_not_need(rendered: Rendered, name: str) -> None:
     for pod, template in pod_templates(rendered[name]).items():
@@ -179,6 +187,16 @@ def test_policies_name_who_may_reach_which_port(rendered: Rendered) -> None:
     gateway = of(objects, "NetworkPolicy", "-gateway")
     assert sources(gateway, 8001) == [component("prefill"), component("decode")]
     assert sources(gateway, 8000) == [{"podSelector": {}}, monitoring]
+
+
+def test_a_collector_of_traces_can_be_let_through(helm: Path) -> None:
+    rule = (
+        "networkPolicy.egress[0].ports[0].port=4317,networkPolicy.egress[0].to[0].podSelector.matchLabels.app=collector"
+    )
+    wanted = {"ports": [{"port": 4317}], "to": [{"podSelector": {"matchLabels": {"app": "collector"}}}]}
+    objects = render(helm, (rule,))
+    for component_name in ("-gateway", "-prefill", "-decode"):
+        assert wanted in of(objects, "NetworkPolicy", component_name)["spec"]["egress"]
 
 
 @pytest.mark.parametrize("name", MATRIX)

@@ -51,7 +51,7 @@ def cluster() -> Iterator[str]:
     podman(
         "run", "--detach", "--name", name, "--network", "none", "--no-healthcheck", "--read-only", "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--ulimit", "nofile=1024:20000", "--ulimit", "nproc=1024:1024",
-        "--tmpfs", "/tmp:mode=1777", "--tmpfs", "/run/paceline:mode=0777", "--shm-size", "1g",
+        "--tmpfs", "/tmp:mode=1777", "--mount", "type=volume,destination=/run/paceline", "--shm-size", "1g",
         image(), "up", "--port", "8000", "--kv-memory", "64M", "--host-memory", "64M",
     )  # fmt: skip
     try:
@@ -63,7 +63,7 @@ def cluster() -> Iterator[str]:
             time.sleep(1)
         yield name
     finally:
-        podman("rm", "--force", "--time", "5", name, check=False)
+        podman("rm", "--force", "--volumes", "--time", "5", name, check=False)
 
 
 def test_the_cluster_in_the_image_answers(cluster: str) -> None:

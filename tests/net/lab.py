@@ -100,6 +100,13 @@ class Lab:
         lines = [f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *names]]
         self._names_file(host).write_text("".join(lines))  # in place: the running process sees the same file
 
+    def readdress(self, host: str, address: str) -> None:
+        """Another address for that host, as a pod that takes another's place has. What runs there should have ended."""
+        _ip("-n", self.namespace(host), "addr", "flush", "dev", "eth0")
+        _ip("-n", self.namespace(host), "addr", "add", f"{address}/24", "dev", "eth0")
+        self.addresses[host] = address
+        self._introduce()
+
     # ---- the network
 
     def cut(self, source: str, target: str, both: bool = True) -> None:

@@ -84,6 +84,7 @@ def enforce(lab: Lab, objects: Iterable[Object], pods: list[Pod]) -> None:
         if pod.namespace != NAMESPACE or not own:
             continue
         for chain, rules, peers, side in (("INPUT", "ingress", "from", "-s"), ("OUTPUT", "egress", "to", "-d")):
+            _filter(lab, pod, "-F", chain)
             device = ("-i", "lo") if chain == "INPUT" else ("-o", "lo")
             _filter(lab, pod, "-A", chain, *device, "-j", "ACCEPT")
             _filter(lab, pod, "-A", chain, "-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "ACCEPT")

@@ -21,9 +21,12 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "paceline.egressToDns" -}}
+{{- define "paceline.egressForAll" -}}
 - to: {{- toYaml .Values.networkPolicy.dns | nindent 4 }}
   ports:
     - {protocol: UDP, port: 53}
     - {protocol: TCP, port: 53}
+{{- with .Values.networkPolicy.egress }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
