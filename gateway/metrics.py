@@ -21,7 +21,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 class Metrics:
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         name = "paceline_gateway_{}".format
         self.requests = Counter(
             name("requests"), "Generation requests by endpoint and outcome", ["endpoint", "outcome"], registry=registry
@@ -103,4 +103,4 @@ class Metrics:
     def render(self, fleet: Fleet) -> bytes:
         self._instances.labels("prefill").set(len(fleet.prefills))
         self._instances.labels("decode").set(len(fleet.decodes))
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

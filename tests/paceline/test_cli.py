@@ -61,13 +61,14 @@ def test_options_become_the_daemons_configuration(tmp_path: Path) -> None:
     options = parse(
         f"decode --instance d7 --listen 0.0.0.0:9 --advertise 10.0.0.7 --pp 4 --layers 8,7,8,7 --run-dir {tmp_path} "
         "--dtype bfloat16 --page-size 32 --pages 99 --kv-memory 2G --chunk-size 64 --async-depth 0 "
-        "--transfer-backend nixl --model-name m --secrets s --insecure"
+        "--transfer-backend nixl --model-name m --secrets s --insecure --metrics 127.0.0.1:9090 --otlp otel:4317"
     )
     config = daemon_config(options, MODEL)
     assert config == DaemonConfig(
         role="decode", instance="d7", listen="0.0.0.0:9", advertise="10.0.0.7", secrets=str(Path("s").absolute()), insecure=True, pp_size=4, layers="8,7,8,7",
         run_dir=f"{tmp_path}/d7", dtype="bfloat16", page_size=32, pages=99, kv_bytes=2 << 30, chunk_size=64,
         async_depth=0, transfer_backend="nixl", model_name="m", model=str(MODEL),
+        metrics="127.0.0.1:9090", otlp="otel:4317",
     )  # fmt: skip
 
 
@@ -124,6 +125,8 @@ def test_up_starts_parts_that_parse_to_what_it_was_told(tmp_path: Path) -> None:
         ("gateway --prefill a:1 --decode a:2 --port -1", "argument --port: not a port: '-1' (0 to 65535)"),
         ("up --kv-memory lots", "not a size: 'lots' (examples: 512M"),
         ("prefill --listen 9000", "not an address: '9000' (example: 127.0.0.1:9000)"),
+        ("prefill --metrics 9000", "argument --metrics: not an address: '9000' (example: 127.0.0.1:9000)"),
+        ("gateway --prefill a:1 --decode a:2 --otlp here", "argument --otlp: not an address: 'here'"),
         ("prefill --layers 3,x", "not a layer split: '3,x' (example: 19,11)"),
         ("up --transfer-backend pigeon", "invalid choice: 'pigeon'"),
         ("gateway --policy luck", "invalid choice: 'luck'"),

@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from paceline.asked import Known
 from paceline.cli import main
 from paceline.config import Cluster, Part, free_ports
-from paceline.asked import Known
 from paceline.status import instance_report
 from paceline.status_table import counted, render
 from paceline_proto.v1 import (
@@ -139,8 +139,7 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
 
 
 def test_the_json_names_every_field_of_a_rank() -> None:
-    from paceline.asked import Known
-from paceline.status import rank_report
+    from paceline.status import rank_report
 
     fields = {field.name for field in admin_pb2.RankStatus.DESCRIPTOR.fields} - {"layer_begin", "layer_end"}
     assert set(rank_report(RANKS[0])) == fields | {"layers"}

@@ -44,8 +44,8 @@ class Rank:
     def say(self, message: control.ToDaemon) -> None:
         self.socket.send(msgspec.msgpack.encode(message))
 
-    def fail(self, reason: str) -> None:
-        self.say(control.Failing(reason))
+    def fail(self, reason: str, diverged: bool = False) -> None:
+        self.say(control.Failing(reason, diverged))
         self.socket.close(linger=1000)
         print("failing:", reason)
         sys.exit(3)
@@ -117,7 +117,7 @@ class Rank:
             case x if x == FLOOD:
                 self.say(control.Tokens(spec.key, 0, (TokenOut(5),) * spec.params.max_tokens))
             case x if x == SUICIDE:
-                self.fail("digest mismatch at seq 41 in field pages")
+                self.fail("digest mismatch at seq 41 in field pages", diverged=True)
 
     def report(self, token: int) -> None:
         self.say(
