@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto sim mutate exhaustive spec soak net idle clean
+.PHONY: help setup run test lint format proto sim mutate exhaustive spec soak net fuzz idle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ soak: setup  ## the tests that take minutes each
 
 net: setup  ## hand-overs between hosts over bad networks (needs root and /dev/net/tun; minutes)
 	@$(PY) -m pytest -m net -rs $(ARGS)
+
+fuzz: setup  ## strangers at every open port of a running cluster, 100 000 frames (minutes)
+	@$(PY) -m pytest -m fuzz $(ARGS)
 
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) -m bench.idle_cpu --start
