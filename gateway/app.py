@@ -23,9 +23,10 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api_keys import KeyRing, KeysError
+from gateway.api_keys import KeyRing
 from gateway.config import GatewayConfig
 from gateway.http_limits import IDLE_S, LINGER_S, Door
+from gateway.key_file import KeysError
 from gateway.key_limits import KeyLimits
 from gateway.model_files import ModelFiles
 from gateway.routes import make_application

@@ -21,6 +21,7 @@ from paceline.config import free_ports, parse_address, parse_layers, parse_size,
 from paceline.engine_options import SHARED, check_ranks, daemon_config
 from paceline.local_plan import Plan, plan
 from paceline.start import gateway_arguments
+from paceline.up import first_key
 from pipeline import snapshot
 from pipeline.io.instance_config import DaemonConfig
 from tests.pipeline.ring import Pair
@@ -43,7 +44,7 @@ def test_help_is_fast_because_nothing_heavy_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "status", "doctor", "replay", "gateway", "prefill", "decode"])
+@pytest.mark.parametrize("command", ["up", "status", "doctor", "certs", "replay", "gateway", "prefill", "decode"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(f"{command} --help")
@@ -234,3 +235,13 @@ def test_free_ports_differ_and_are_free() -> None:
     ports = free_ports("127.0.0.1", 20)
     assert len(set(ports)) == 20
     assert all(port_problem("127.0.0.1", port) == "" for port in ports)
+
+
+def test_up_off_loopback_needs_keys_or_insistence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"would listen on 0.0.0.0.*--api-keys FILE.*--insecure"):
+        first_key(parse("up --host 0.0.0.0"))
+    assert first_key(parse("up --host 0.0.0.0 --insecure")) == first_key(parse("up")) == ""
+    (keys := tmp_path / "keys").write_text("first-key-0123456789\nsecond-key-0123456789")
+    assert first_key(parse(f"up --host 0.0.0.0 --api-keys {keys}")) == "first-key-0123456789"
+    with pytest.raises(SystemExit, match="cannot be read"):
+        first_key(parse(f"up --api-keys {tmp_path / 'none'}"))
