@@ -1,8 +1,8 @@
 """Who may ask: API keys, and how much each of them may ask for.
 
-In: a file with one key per line (`KEY [NAME]`, # begins a comment), read again on SIGHUP; requests with
-`Authorization: Bearer KEY`. Out: requests that may go on, or a 401 or 429 in OpenAI's shape. Invariants: keys are
-kept as digests and compared in constant time; none is ever logged, only its name or its line.
+In: the file of keys (`gateway.key_file`), read again on SIGHUP; requests with `Authorization: Bearer KEY`. Out: requests
+that may go on, or a 401 or 429 in OpenAI's shape. Invariants: keys are kept as digests and compared in constant time;
+none is ever logged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import logging
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
@@ -20,48 +19,13 @@ from aiohttp.typedefs import Handler
 
 from gateway.errors import ApiError
 from gateway.http_shell import error_response
+from gateway.key_file import KeysError, read_keys
 from gateway.key_limits import KeyLimits, KeyUse
 
 log = logging.getLogger("paceline.gateway")
 
 # A probe has no key, and Prometheus seldom one; neither path runs anything or tells what is asked.
 FREE = ("/health", "/metrics")
-_SHORTEST_KEY = 16
-_LARGEST_FILE = 4 << 20
-_MOST_KEYS = 10_000
-
-
-class KeysError(ValueError):
-    """The file cannot be used; the message names the line, never the key."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    name: str
-    secret: str = field(repr=False)
-
-
-def read_keys(path: Path) -> list[ApiKey]:
-    """Raises `KeysError`."""
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise KeysError(f"{path} is larger than {_LARGEST_FILE} bytes")
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeysError(f"the API keys in {path} cannot be read: {error}") from None
-    keys = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split(maxsplit=1)
-        if not words:
-            continue
-        if len(words[0]) < _SHORTEST_KEY or not words[0].isascii() or not words[0].isprintable():
-            raise KeysError(f"{path} line {number}: a key has at least {_SHORTEST_KEY} printable ASCII characters")
-        keys.append(ApiKey(words[1].strip() if len(words) > 1 else f"line {number}", words[0]))
-    if not keys:
-        raise KeysError(f"{path} holds no key; write one per line, e.g. the output of `openssl rand -hex 32`")
-    if len(keys) > _MOST_KEYS:
-        raise KeysError(f"{path} holds {len(keys)} keys; at most {_MOST_KEYS} are taken")
-    return keys
 
 
 class KeyRing:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from gateway.api_keys import KeysError, read_keys
+from gateway.key_file import KeysError, read_keys
 from paceline.ask import AskError, ask, curl_command
 from paceline.child import Answer, Child, Patience, last_lines
 from paceline.config import CLUSTER_FILE, Cluster, Part, free_ports, port_problem, read_cluster

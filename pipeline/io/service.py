@@ -137,6 +137,7 @@ class Server:
                 ("grpc.http2.min_ping_interval_without_data_ms", 4000),  # clients ping every 5 s
                 ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished without a word
                 ("grpc.http2.ping_timeout_ms", 10_000),
+                ("grpc.server_handshake_timeout_ms", 10_000),  # of who connects and says nothing
             ],
             maximum_concurrent_rpcs=2 * config.max_queue + 256,
         )

@@ -9,7 +9,8 @@ import aiohttp
 import openai
 import pytest
 
-from gateway.api_keys import KeyRing, KeysError, read_keys
+from gateway.api_keys import KeyRing
+from gateway.key_file import KeysError, read_keys
 from gateway.key_limits import KeyLimits, KeyUse
 from tests.gateway.scripted_cluster import cluster, run, until
 from tests.gateway.scripted_instances import decode_saying, prefill_saying, tells_then_hangs, tokens

@@ -21,6 +21,7 @@ from paceline.config import free_ports, parse_address, parse_layers, parse_size,
 from paceline.engine_options import SHARED, check_ranks, daemon_config
 from paceline.gateway_options import gateway_arguments
 from paceline.local_plan import Plan, plan
+from paceline.up import first_key
 from pipeline import snapshot
 from pipeline.io.instance_config import DaemonConfig
 from tests.pipeline.ring import Pair
@@ -245,3 +246,13 @@ def test_free_ports_differ_and_are_free() -> None:
     ports = free_ports("127.0.0.1", 20)
     assert len(set(ports)) == 20
     assert all(port_problem("127.0.0.1", port) == "" for port in ports)
+
+
+def test_up_off_loopback_needs_keys_or_insistence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"would listen on 0.0.0.0.*--api-keys FILE.*--insecure"):
+        first_key(parse("up --host 0.0.0.0"))
+    assert first_key(parse("up --host 0.0.0.0 --insecure")) == first_key(parse("up")) == ""
+    (keys := tmp_path / "keys").write_text("first-key-0123456789\nsecond-key-0123456789")
+    assert first_key(parse(f"up --host 0.0.0.0 --api-keys {keys}")) == "first-key-0123456789"
+    with pytest.raises(SystemExit, match="cannot be read"):
+        first_key(parse(f"up --api-keys {tmp_path / 'none'}"))

@@ -54,7 +54,7 @@ def test_G3_a_daemon_registers_outlives_a_second_of_standing_still_drains_and_le
             await changed
             assert registry.fleet.prefills == ()
             [known] = registry.describe()
-            assert "is stopping: received SIGTERM" in str(known["status"]), "it drains, and is still known"
+            assert "is draining: received SIGTERM" in str(known["status"]), "it drains, and is still known"
             await asyncio.to_thread(daemon.abort, "open")
             assert await asyncio.to_thread(daemon.wait) == 0
             assert registry.describe() == []

@@ -132,6 +132,38 @@ def test_a_receiver_with_other_secrets_hands_nothing_to_an_impostor(tmp_path: Pa
         assert not rig.senders[0].link.bindings
 
 
+def test_without_secrets_a_forged_incarnation_does_not_displace_the_one_that_the_log_names() -> None:
+    with Rig("local", 1, 1) as rig:
+        sender, stranger = rig.senders[0], dealer(rig.senders[0].address)
+        rig.note(PREFILL, 0, sender.open("named/0", DECODE, 1, 4))
+        hand_over(rig, "a/0", 1)
+        forged = Hello(PREFILL, terms("local"), rig.destination, rig.dst[0].regions, b"x", HOST)
+        stranger.send(encode(Frame(DECODE, 1 << 61, 0, 7, 0, forged)))
+        rig.pump(lambda: Peer(DECODE, 1 << 61, 0) in sender.link.bindings)
+        hand_over(rig, "b/0", 2)
+        rig.receivers[0]._sources[PREFILL].links[0].hang_up()
+        hand_over(rig, "c/0", 3)
+        assert not rig.heard(PREFILL, "named/0", "bootstrap")
+        stranger.close()
+
+
+def test_an_incarnation_counts_once_the_log_names_it() -> None:
+    with Rig("local", 1, 1) as rig:
+        sender = rig.senders[0]
+        rig.note(PREFILL, 0, sender.open("old/0", DECODE, 1, 4))
+        hand_over(rig, "a/0", 1)
+        rig.receivers[0].close_port()
+        rig.receivers[0] = rig.receiver(0, rig.dst[0], epoch=2)
+        rig.receivers[0].introduce(PREFILL, [sender.address])
+        rig.note(DECODE, 0, rig.receivers[0].open("new/0", PREFILL, 1, 4))
+        rig.pump(lambda: rig.all_heard(DECODE, "new/0", "prealloc"))
+        rig.note(DECODE, 0, rig.receivers[0].send_destinations("new/0", [2]))
+        assert not rig.heard(PREFILL, "old/0", "bootstrap")
+        rig.note(PREFILL, 0, sender.open("new/0", DECODE, 2, 4))
+        rig.pump(lambda: rig.all_heard(PREFILL, "new/0", "bootstrap"))
+        assert "restarted as epoch 2" in rig.heard(PREFILL, "old/0", "bootstrap")[0].reason
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_lost_frame_is_noticed_and_its_meaning_said_again(times: int) -> None:
     with Rig("local", 2, 2, peer_timeout=30.0) as rig:

@@ -82,6 +82,9 @@ class SendingPort:
         self._terms, self._topology, self._regions, self._host = terms, topology, regions, host
         self._clock, self._limits = clock, limits
         self._peers: dict[Peer, Hello] = {}
+        self._secured = secrets is not None
+        self._named: dict[str, int] = {}  # instance → newest incarnation that the log has named
+        self._doubted: dict[Peer, Hello] = {}  # that say they are of a newer one, which anyone may say
         self._unheard: dict[Peer, None] = {}  # since the start of a new engine was begun
         self._unreached: dict[Peer, None] = {}  # of those, which the engine that serves does not know therefore
         self._held: dict[int, tuple[Submit, float]] = {}  # by handle, with the moment it is given up
@@ -153,7 +156,12 @@ class SendingPort:
     # ---- the log and the executor
 
     def open(self, room: str, instance: str, epoch: int, prompt_len: int, token: bytes = b"") -> list[Observe]:
-        return self._apply(self.side.open(room, instance, epoch, prompt_len, token))
+        if epoch > self._named.get(instance, 0):
+            self._named[instance] = epoch
+        observed: list[Observe] = []
+        for peer in [peer for peer in self._doubted if peer.instance == instance and self._believed(peer)]:
+            observed += self._meet(peer, self._doubted.pop(peer))
+        return observed + self._apply(self.side.open(room, instance, epoch, prompt_len, token))
 
     def start(self, room: str, pages: Sequence[int]) -> list[Observe]:
         return self._apply(self.side.start(room, pages))
@@ -178,6 +186,9 @@ class SendingPort:
             self.slot.drop(_key(peer))
             del self._peers[peer]
             self._unreached.pop(peer, None)
+        for peer in [peer for peer in self._doubted if (peer.instance, peer.epoch) == (instance, epoch)]:
+            self.link.forget(peer)
+            del self._doubted[peer]
         return self._apply(self.side.peer_lost(instance, epoch, reason, dead))
 
     def close_port(self) -> None:
@@ -211,9 +222,20 @@ class SendingPort:
             log.warning("refused %s: %s", _name(peer), reason)
             self.link.answer(route, frame, Refused(reason[:1000]))
             return observed
+        if not self._believed(peer):
+            self._doubted[peer] = hello
+            return observed
+        return observed + self._meet(peer, hello)
+
+    def _believed(self, peer: Peer) -> bool:
+        """Whether it may end what an older incarnation has here. Without secrets the log must have named it."""
+        named = self._named.get(peer.instance, 0)
+        return self._secured or not named or peer.epoch <= named
+
+    def _meet(self, peer: Peer, hello: Hello) -> list[Observe]:
         self._peers[peer] = hello
         self._connect(peer)
-        observed += self._apply(self.side.peer_connected(peer, hello.topology))
+        observed = self._apply(self.side.peer_connected(peer, hello.topology))
         older = [old for old in self._peers if old.instance == peer.instance and old.epoch < peer.epoch]
         for epoch in dict.fromkeys(old.epoch for old in older):
             observed += self.peer_lost(peer.instance, epoch, f"it restarted as epoch {peer.epoch}", dead=True)
