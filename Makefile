@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net idle clean clients chart-test image image-test image-lock kube-test fuzz
+.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net fuzz idle clean clients chart-test image image-test image-lock kube-test
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -72,7 +72,23 @@ clients: setup  ## six clients and benchmarks of other people against a real clu
 net: setup  ## hand-overs between hosts over bad networks (needs root and /dev/net/tun; minutes)
 	@$(PY) -m pytest -m net -rs $(ARGS)
 
-chart-test: setup ## check the Helm chart in all its variants and what the image is built from (part of `test`) @$(PY) -m pytest tests/deploy $(ARGS) image: ## build the image without a daemon (needs root; ARGS="--variant cuda", "--target paceline", "--archive FILE") @deploy/image/build.sh $(ARGS) image-test: setup image ## build the image and start its root file system as a cluster (needs root; minutes) @$(PY) -m pytest -m image $(ARGS) image-lock: setup ## pin every package that an image may hold, from pyproject.toml @deploy/image/lock.sh kube-test: setup ## the chart on a real API server (needs root; builds it once: ten minutes of two idle cores) @$(PY) -m pytest -m kube $(ARGS) fuzz: strangers at open port running cluster, 100 000 frames (minutes) fuzz
+chart-test: setup  ## check the Helm chart in all its variants and what the image is built from (part of `test`)
+	@$(PY) -m pytest tests/deploy $(ARGS)
+
+image:  ## build the image without a daemon (needs root; ARGS="--variant cuda", "--target paceline", "--archive FILE")
+	@deploy/image/build.sh $(ARGS)
+
+image-test: setup image  ## build the image and start its root file system as a cluster (needs root; minutes)
+	@$(PY) -m pytest -m image $(ARGS)
+
+image-lock: setup  ## pin every package that an image may hold, from pyproject.toml
+	@deploy/image/lock.sh
+
+kube-test: setup  ## the chart on a real API server (needs root; builds it once: ten minutes of two idle cores)
+	@$(PY) -m pytest -m kube $(ARGS)
+
+fuzz: setup  ## strangers at every open port of a running cluster, 100 000 frames (minutes)
+	@$(PY) -m pytest -m fuzz $(ARGS)
 
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) -m bench.idle_cpu --start
