@@ -1,8 +1,8 @@
 """Who may ask: API keys, and how much each of them may ask for.
 
 In: the file of keys (`gateway.key_file`), read again on SIGHUP; requests with `Authorization: Bearer KEY`. Out:
-requests that may go on, or a 401 or 429 in OpenAI's shape. Invariants: keys are kept as digests and compared in constant time;
-none is ever logged.
+requests that may go on, or a 401 or 429 in OpenAI's shape. Invariants: keys are kept as digests and compared in
+constant time; none is ever logged.
 """
 
 from __future__ import annotations
