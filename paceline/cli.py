@@ -22,6 +22,7 @@ from paceline.engine_options import (
     daemon_config,
     model_folder,
 )
+from paceline.group_options import add_group_options, from_environment, group_fields
 from paceline.transfer_bench.options import add_options as add_transfer_bench_options
 
 DESCRIPTION = "Prefill/decode-disaggregated LLM serving whose pipeline-parallel ranks cannot drift apart."
@@ -196,15 +197,16 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     )
     group.add_argument(
         "--advertise",
-        default="",
+        default=from_environment("PACELINE_ADVERTISE", ""),
         metavar="HOST",
-        help="address that others reach it by (default: the one it listens on)",
+        help="address that others reach it by (default: $PACELINE_ADVERTISE or the one it listens on)",
     )
     group.add_argument("--pp", type=AT_LEAST_ONE, default=1, metavar="P", help="pipeline ranks (default: 1)")
     group.add_argument(
         "--layers", type=LAYERS, default="", metavar="A,B,…", help="layers of each rank (default: by cost)"
     )
     _add_run_dir(group)
+    add_group_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_run_instance)
 
@@ -261,7 +263,7 @@ def _run_instance(options: argparse.Namespace) -> int:
 
     model = model_folder(options)
     check_ranks(model, ("--layers", options.layers, "--pp", options.pp))
-    return run_instance(daemon_config(options, model))
+    return run_instance(daemon_config(options, model, **group_fields(options)))
 
 
 def _version() -> str:

@@ -33,7 +33,11 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
         yield f"  not serving: {instance['not_serving_reason']}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
-    yield from _aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])
+    rows = [HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])]
+    if any(rank["host"] for rank in instance["ranks"]):
+        hosts = ["host", *(rank["host"] for rank in instance["ranks"])]
+        rows = [(row[0], host, *row[1:]) for row, host in zip(rows, hosts, strict=True)]
+    yield from _aligned(rows)
     if verdict := _agreement(instance["ranks"]):
         yield f"  {verdict}"
     for rank in instance["ranks"]:

@@ -31,6 +31,22 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def numeric_host(host: str) -> str:
+    """The address that `host` means here. Raises `BadAddress`."""
+    return str(_resolve(host))
+
+
+def source_towards(host: str) -> str:
+    """The address of this host from which packets to `host` would go. Raises `BadAddress`."""
+    there = _resolve(host)
+    try:
+        with socket.socket(socket.AF_INET6 if there.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(there), 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BadAddress(f"no way to {host} ({there}) from here: {error}") from None
+
+
 def advertised_host(listen: str, advertise: str) -> str:
     """The host that peers and gateways are told. Raises `BadAddress`."""
     host, _ = split_host_port(listen)

@@ -1,4 +1,4 @@
-"""The process of one instance: gRPC outside, rank processes inside.
+"""The process of one instance: gRPC outside, rank processes inside; or of one member of its group.
 
 In: a `DaemonConfig` (JSON on standard input or in a file) and a reader of model facts, given by the
 role's entry point. Out: an exit code: 0 stopped on request, 1 gave up, 2 refused at start; the
@@ -17,7 +17,11 @@ from typing import Any
 
 import msgspec
 
-from pipeline.io.address import advertised_host, join_host_port, split_host_port
+from pipeline.io.address import advertised_host, join_host_port, numeric_host, split_host_port
+from pipeline.io.group.leader import Group
+from pipeline.io.group.member import attend
+from pipeline.io.group.terms import terms_of
+from pipeline.io.hosts import OneHost, this_host
 from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
 from pipeline.io.run_folder import RunFolder, RunFolderError
 from pipeline.io.service import Server
@@ -52,7 +56,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
         facts = msgspec.convert(read, ModelFacts, from_attributes=True)
         if len(facts.layer_ranges) != config.pp_size:
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
-        return asyncio.run(serve(config, facts))
+        return asyncio.run(attend(config, facts) if config.group_index else serve(config, facts))
     except (OSError, ValueError, RunFolderError) as error:
         # ConfigError, BadAddress, and the errors of JSON and of the model folder are all ValueErrors.
         log.error("refused to start: %s", error)
@@ -69,8 +73,10 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     folder = RunFolder(config.run_dir)
     folder.take()
     try:
-        supervisor = Supervisor(config, facts, host, folder)
-        server = Server(supervisor, max_model_len)
+        own = OneHost(this_host(host, folder.path, config.model), config.pp_size, config.rank_module, folder.lock_fd)
+        group = _group(config, facts, host, folder, own) if config.group_size > 1 else None
+        supervisor = Supervisor(config, facts, group or own, folder)
+        server = Server(supervisor, max_model_len, group)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop, f"received {number.name}")
@@ -78,14 +84,20 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
         port = await server.start(join_host_port(listen_host, port))
         server.instance.address = join_host_port(host, port)
         supervisor.on_ready = lambda: _log_ready(supervisor, server.instance.address)
-        log.info("[%s] %s instance at %s, epoch %d, loading %s on %d ranks", config.instance, config.role,
-                 server.instance.address, supervisor.epoch, config.model, config.pp_size)  # fmt: skip
+        log.info("[%s] %s instance at %s, loading %s on %d ranks", config.instance, config.role,
+                 server.instance.address, config.model, config.pp_size)  # fmt: skip
         try:
             return await supervisor.run()
         finally:
             await server.stop(_STREAMS_GRACE_S)
     finally:
         folder.release()
+
+
+def _group(config: DaemonConfig, facts: ModelFacts, host: str, folder: RunFolder, own: OneHost) -> Group:
+    # Sockets listen at an address, not at a name.
+    here = this_host(numeric_host(host), folder.path, config.model)
+    return Group(terms_of(config, facts), here, config.ring_timeout, folder.last_epoch(), own)
 
 
 def _log_ready(supervisor: Supervisor, address: str) -> None:

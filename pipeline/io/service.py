@@ -24,9 +24,12 @@ from paceline_proto.v1 import (
     common_pb2,
     generation_pb2,
     generation_pb2_grpc,
+    group_pb2,
+    group_pb2_grpc,
 )
 from pipeline.io.address import BadAddress
 from pipeline.io.generation import GenerationService
+from pipeline.io.group.leader import Group
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
 from pipeline.io.supervisor import Phase, Supervisor
@@ -80,6 +83,9 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
         if current is not None:
             silent = await current.ask_status()
             ranks = [_rank_status(view, view.config.rank not in silent) for view in current.ranks]
+            if supervisor.config.group_size > 1:
+                for status, view in zip(ranks, current.ranks, strict=True):
+                    status.host = view.config.host
             ranks[0].counters["daemon_frames_dropped"] = current.frames_dropped
             ranks[0].counters["daemon_events_unclaimed"] = supervisor.attempts.unknown
         return admin_pb2.StatusResponse(
@@ -146,7 +152,7 @@ def _clamped(values: Mapping[str, int], most: int) -> dict[str, int]:
 class Server:
     """Binds, serves, and keeps the health service in step with the phase."""
 
-    def __init__(self, supervisor: Supervisor, max_model_len: int) -> None:
+    def __init__(self, supervisor: Supervisor, max_model_len: int, group: Group | None) -> None:
         config, self._supervisor = supervisor.config, supervisor
         self._server: Any = grpc.aio.server(
             options=[
@@ -167,7 +173,12 @@ class Server:
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self.instance, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        names = [*_SERVICES]
+        if group is not None:
+            group_pb2_grpc.add_GroupServicer_to_server(group, self._server)
+            names.append(group_pb2.DESCRIPTOR.services_by_name["Group"].full_name)
+            group.on_leave = supervisor.pause
+        names += [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         supervisor.on_phase = self._show_phase
 

@@ -1,9 +1,9 @@
-"""Who may speak on the ring: CURVE keys, and the rank that each key belongs to.
+"""Who may speak to the ranks of an instance: CURVE keys, and the rank that each key belongs to.
 
 The daemon makes one key pair per rank and epoch and tells each rank its own secret and everyone's public
-keys. Every ring socket is encrypted with them. ZeroMQ asks the `Gatekeeper` about each connection (ZAP,
-RFC 27 of ZeroMQ), and what it answers, the rank, comes with every message: a reporter's rank is bound
-to its key and never read from what it says.
+keys. Every ring socket is encrypted with them, and so are hidden states and the control channel where they
+leave the host. ZeroMQ asks the `Gatekeeper` about each connection (ZAP, RFC 27 of ZeroMQ), and what it answers,
+the rank, comes with every message: a reporter's rank is bound to its key and never read from what it says.
 """
 
 from __future__ import annotations
@@ -16,6 +16,26 @@ from zmq.utils import z85
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _DOMAIN = b"paceline"
+_TCP_IDLE_S = 30  # after which a quiet connection is probed, so that no middlebox forgets it
+
+
+def crosses_hosts(endpoint: str) -> bool:
+    """Whether others than this host's own users can reach the endpoint."""
+    return endpoint.startswith("tcp://")
+
+
+def lock(socket: zmq.Socket[bytes], secret: str) -> None:
+    """Before `bind`: only peers that the context's `Gatekeeper` knows are heard."""
+    _prepare_for_tcp(socket)
+    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
+
+
+def _prepare_for_tcp(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _TCP_IDLE_S)
 
 
 class RingKeys(msgspec.Struct, frozen=True):
@@ -27,13 +47,16 @@ class RingKeys(msgspec.Struct, frozen=True):
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Before `bind`."""
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
+        lock(socket, self.secret)
 
     def dial(self, socket: zmq.Socket[bytes], rank: int) -> None:
         """Before `connect`; `rank` is the one that binds."""
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self.ranks[rank].encode())
+        self.dial_key(socket, self.ranks[rank])
+
+    def dial_key(self, socket: zmq.Socket[bytes], server: str) -> None:
+        """Before `connect`; `server` is the public key of the end that binds."""
+        _prepare_for_tcp(socket)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
 
@@ -51,6 +74,7 @@ class Gatekeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
+        self.fd = int(self.socket.getsockopt(zmq.FD))
         self.refused = 0
         self._ranks = {z85.decode(key): rank for rank, key in enumerate(ranks)}
 

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.config import Cluster, Part, free_ports
-from paceline.status import instance_report
+from paceline.status import instance_report, rank_report
 from paceline.status_table import counted, render
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc, common_pb2
 
@@ -110,12 +110,11 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
         "transfer_handles": 7, "last_progress_s": 0.25, "counters": {"tokens_generated": 12},
         "executing": "tick 17 (8 rows) for 0.4 s",
         "audit": "",
+        "host": "",
     }  # fmt: skip
 
 
 def test_the_json_names_every_field_of_a_rank() -> None:
-    from paceline.status import rank_report
-
     fields = {field.name for field in admin_pb2.RankStatus.DESCRIPTOR.fields} - {"layer_begin", "layer_end"}
     assert set(rank_report(RANKS[0])) == fields | {"layers"}
 
@@ -138,6 +137,14 @@ def test_the_table_is_aligned_and_says_what_matters(shown: Callable[..., tuple[i
         assert [rank[at:].startswith(value) for rank, value in zip(ranks, values, strict=True)] == [True, True]
     assert "  all ranks agree" in lines
     assert "  rank 0 counted: tokens_generated 12" in lines
+
+
+def test_the_table_says_on_which_host_a_rank_runs_if_there_are_several(shown: Callable[..., tuple[int, str]]) -> None:
+    told = [dict(rank_report(rank), host=f"10.0.0.{4 + rank.rank}") for rank in RANKS]
+    report = instance_report("", "", "a:1", DESCRIBED, STATUS, "") | {"ranks": told}
+    heading, first, second = render({"gateway": None, "instances": [report]}).splitlines()[3:6]
+    at = heading.index("host")
+    assert first[at:].startswith("10.0.0.5 ") and second[at:].startswith("10.0.0.4 ")
 
 
 def test_an_instance_that_does_not_answer_is_named_and_fails(shown: Callable[..., tuple[int, str]]) -> None:

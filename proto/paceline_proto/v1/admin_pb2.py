@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline_proto.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x0f\n\rStatusRequest\"\xc9\x01\n\x0eStatusResponse\x12*\n\x08instance\x18\x01 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.paceline.v1.Role\x12\r\n\x05phase\x18\x03 \x01(\t\x12&\n\x05ranks\x18\x04 \x03(\x0b\x32\x17.paceline.v1.RankStatus\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x14\n\x0clast_failure\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\"\xa9\x05\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08\x61nswered\x18\x03 \x01(\x08\x12\x13\n\x0blayer_begin\x18\x04 \x01(\r\x12\x11\n\tlayer_end\x18\x05 \x01(\r\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x12\x13\n\x0b\x61pplied_seq\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x33\n\x06queues\x18\t \x03(\x0b\x32#.paceline.v1.RankStatus.QueuesEntry\x12\x37\n\x08requests\x18\n \x03(\x0b\x32%.paceline.v1.RankStatus.RequestsEntry\x12\x31\n\x05pages\x18\x0b \x03(\x0b\x32\".paceline.v1.RankStatus.PagesEntry\x12\r\n\x05rooms\x18\x0c \x01(\r\x12\x15\n\rstore_entries\x18\r \x01(\r\x12\x18\n\x10transfer_handles\x18\x0e \x01(\r\x12\x17\n\x0flast_progress_s\x18\x0f \x01(\x02\x12\x37\n\x08\x63ounters\x18\x10 \x03(\x0b\x32%.paceline.v1.RankStatus.CountersEntry\x12\x11\n\texecuting\x18\x11 \x01(\t\x12\r\n\x05\x61udit\x18\x12 \x01(\t\x1a-\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32J\n\x05\x41\x64min\x12\x41\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\x0f\n\rStatusRequest\"\xc9\x01\n\x0eStatusResponse\x12*\n\x08instance\x18\x01 \x01(\x0b\x32\x18.paceline.v1.InstanceRef\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.paceline.v1.Role\x12\r\n\x05phase\x18\x03 \x01(\t\x12&\n\x05ranks\x18\x04 \x03(\x0b\x32\x17.paceline.v1.RankStatus\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x14\n\x0clast_failure\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\"\xb7\x05\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08\x61nswered\x18\x03 \x01(\x08\x12\x13\n\x0blayer_begin\x18\x04 \x01(\r\x12\x11\n\tlayer_end\x18\x05 \x01(\r\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x12\x13\n\x0b\x61pplied_seq\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x33\n\x06queues\x18\t \x03(\x0b\x32#.paceline.v1.RankStatus.QueuesEntry\x12\x37\n\x08requests\x18\n \x03(\x0b\x32%.paceline.v1.RankStatus.RequestsEntry\x12\x31\n\x05pages\x18\x0b \x03(\x0b\x32\".paceline.v1.RankStatus.PagesEntry\x12\r\n\x05rooms\x18\x0c \x01(\r\x12\x15\n\rstore_entries\x18\r \x01(\r\x12\x18\n\x10transfer_handles\x18\x0e \x01(\r\x12\x17\n\x0flast_progress_s\x18\x0f \x01(\x02\x12\x37\n\x08\x63ounters\x18\x10 \x03(\x0b\x32%.paceline.v1.RankStatus.CountersEntry\x12\x11\n\texecuting\x18\x11 \x01(\t\x12\r\n\x05\x61udit\x18\x12 \x01(\t\x12\x0c\n\x04host\x18\x19 \x01(\t\x1a-\n\x0bQueuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nPagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32J\n\x05\x41\x64min\x12\x41\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,15 +45,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSRESPONSE']._serialized_start=84
   _globals['_STATUSRESPONSE']._serialized_end=285
   _globals['_RANKSTATUS']._serialized_start=288
-  _globals['_RANKSTATUS']._serialized_end=969
-  _globals['_RANKSTATUS_QUEUESENTRY']._serialized_start=780
-  _globals['_RANKSTATUS_QUEUESENTRY']._serialized_end=825
-  _globals['_RANKSTATUS_REQUESTSENTRY']._serialized_start=827
-  _globals['_RANKSTATUS_REQUESTSENTRY']._serialized_end=874
-  _globals['_RANKSTATUS_PAGESENTRY']._serialized_start=876
-  _globals['_RANKSTATUS_PAGESENTRY']._serialized_end=920
-  _globals['_RANKSTATUS_COUNTERSENTRY']._serialized_start=922
-  _globals['_RANKSTATUS_COUNTERSENTRY']._serialized_end=969
-  _globals['_ADMIN']._serialized_start=971
-  _globals['_ADMIN']._serialized_end=1045
+  _globals['_RANKSTATUS']._serialized_end=983
+  _globals['_RANKSTATUS_QUEUESENTRY']._serialized_start=794
+  _globals['_RANKSTATUS_QUEUESENTRY']._serialized_end=839
+  _globals['_RANKSTATUS_REQUESTSENTRY']._serialized_start=841
+  _globals['_RANKSTATUS_REQUESTSENTRY']._serialized_end=888
+  _globals['_RANKSTATUS_PAGESENTRY']._serialized_start=890
+  _globals['_RANKSTATUS_PAGESENTRY']._serialized_end=934
+  _globals['_RANKSTATUS_COUNTERSENTRY']._serialized_start=936
+  _globals['_RANKSTATUS_COUNTERSENTRY']._serialized_end=983
+  _globals['_ADMIN']._serialized_start=985
+  _globals['_ADMIN']._serialized_end=1059
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,30 @@
+"""What this installation brings into a group.
+
+In: the configuration and the model's facts. Out: `pipeline.group.Terms`.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from pipeline.group import PROTOCOL_VERSION, Terms
+from pipeline.io.instance_config import DaemonConfig, ModelFacts
+
+
+def terms_of(config: DaemonConfig, facts: ModelFacts) -> Terms:
+    return Terms(
+        protocol_version=PROTOCOL_VERSION,
+        release=_release(),
+        instance=config.instance,
+        role=config.role,
+        group_size=config.group_size,
+        pp_size=config.pp_size,
+        model_digest=facts.digest,
+    )
+
+
+def _release() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return ""
