@@ -31,6 +31,7 @@ from paceline.engine_options import (
     model_folder,
 )
 from paceline.gateway_options import DEFAULT_REGISTRY, add_gateway_options
+from paceline.group_options import add_group_options, from_environment, group_fields
 from paceline.operate_options import add_operator_commands
 from paceline.transfer_bench.options import add_options as add_transfer_bench_options
 
@@ -280,9 +281,9 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     )
     group.add_argument(
         "--advertise",
-        default="",
+        default=from_environment("PACELINE_ADVERTISE", ""),
         metavar="HOST",
-        help="address that others reach it by (default: the one it listens on)",
+        help="address that others reach it by (default: $PACELINE_ADVERTISE or the one it listens on)",
     )
     add_security_options(group)
     group.add_argument(
@@ -298,6 +299,7 @@ def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     )
     add_registration_options(group)
     _add_run_dir(group)
+    add_group_options(parser)
     add_engine_options(parser)
     parser.set_defaults(run=_run_instance)
 
@@ -406,7 +408,7 @@ def _run_instance(options: argparse.Namespace) -> int:
 
     model = model_folder(options)
     check_ranks(model, ("--layers", options.layers, "--pp", options.pp))
-    return run_instance(daemon_config(options, model))
+    return run_instance(daemon_config(options, model, **group_fields(options)))
 
 
 def _version() -> str:

@@ -304,7 +304,8 @@ def check_ranks(model: Path, *splits: tuple[str, str, str, int]) -> None:
             raise SystemExit(f"paceline: {layers_flag}: {error}") from error
 
 
-def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
+def daemon_config(options: argparse.Namespace, model: Path, **more: Any) -> DaemonConfig:
+    """`more` are fields of options that only instances by themselves have."""
     from pipeline.io.instance_config import DaemonConfig
 
     return DaemonConfig(
@@ -321,6 +322,7 @@ def daemon_config(options: argparse.Namespace, model: Path) -> DaemonConfig:
         pp_size=options.pp,
         layers=options.layers,
         **{field: getattr(options, option) for option, field in SHARED},
+        **more,
     )
 
 

@@ -79,6 +79,7 @@ def _instance_command(
         *("--pp", str(getattr(options, f"{role}_pp"))),
         *("--model", str(model)),
         *("--run-dir", str(run_dir)),
+        *("--first-epoch", "1"),  # all that runs starts over with the run directory
         *(("--layers", layers) if layers else ()),
         *repeat_security(options),
         *repeat_options(options),

@@ -128,4 +128,5 @@ def rank_report(rank: admin_pb2.RankStatus) -> dict[str, Any]:
         "counters": dict(sorted(rank.counters.items())),
         "executing": rank.executing,
         "audit": rank.audit,
+        "host": rank.host,
     }

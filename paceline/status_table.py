@@ -38,7 +38,11 @@ def _instance(instance: dict[str, Any]) -> Iterable[str]:
         yield f"  not used by the gateway: {instance['routed']}"
     if instance["restarts"]:
         yield f"  ranks restarted {instance['restarts']}×; last: {instance['last_failure']}"
-    yield from aligned([HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])])
+    rows = [HEADINGS, *(_rank(rank, instance["phase"]) for rank in instance["ranks"])]
+    if any(rank["host"] for rank in instance["ranks"]):
+        hosts = ["host", *(rank["host"] for rank in instance["ranks"])]
+        rows = [(row[0], host, *row[1:]) for row, host in zip(rows, hosts, strict=True)]
+    yield from aligned(rows)
     if verdict := _agreement(instance["ranks"]):
         yield f"  {verdict}"
     for rank in instance["ranks"]:

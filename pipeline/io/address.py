@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from typing import Any
+
+from security.channels import bind
+from security.secrets import Secrets
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -29,6 +33,22 @@ def split_host_port(text: str) -> tuple[str, int]:
 def join_host_port(host: str, port: int) -> str:
     """The inverse of `split_host_port`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def numeric_host(host: str) -> str:
+    """The address that `host` means here. Raises `BadAddress`."""
+    return str(_resolve(host))
+
+
+def source_towards(host: str) -> str:
+    """The address of this host from which packets to `host` would go. Raises `BadAddress`."""
+    there = _resolve(host)
+    try:
+        with socket.socket(socket.AF_INET6 if there.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(there), 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BadAddress(f"no way to {host} ({there}) from here: {error}") from None
 
 
 def advertised_host(listen: str, advertise: str) -> str:
@@ -65,3 +85,14 @@ def _resolve(host: str) -> Address:
     except OSError as error:
         raise BadAddress(f"host {host!r} does not resolve here: {error}") from None
     return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
+
+
+def bind_or_say(server: Any, listen: str, secrets: Secrets | None) -> int:
+    """Lets a gRPC server listen; the port. Raises `BadAddress` if it cannot."""
+    try:
+        port, why = bind(server, listen, secrets), ""
+    except RuntimeError as error:
+        port, why = 0, f": {error}"
+    if not port:
+        raise BadAddress(f"cannot listen on {listen}: the port is in use, or the address is not one of this host{why}")
+    return port

@@ -42,6 +42,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if current is not None:
             silent = await current.ask_status()
             ranks = [_rank_status(view, view.config.rank not in silent) for view in current.ranks]
+            if supervisor.config.group_size > 1:
+                for status, view in zip(ranks, current.ranks, strict=True):
+                    status.host = view.config.host
             ranks[0].counters["daemon_frames_dropped"] = current.frames_dropped
             ranks[0].counters["daemon_events_unclaimed"] = supervisor.attempts.unknown
         return admin_pb2.StatusResponse(

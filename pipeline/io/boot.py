@@ -52,6 +52,8 @@ class Daemon:
         self.socket.setsockopt(zmq.IDENTITY, str(config.rank).encode())
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.SNDHWM, control.HIGH_WATER)
+        if config.control_key:
+            config.keys.dial_key(self.socket, config.control_key)
         self.socket.connect(config.control)
 
     def say(self, message: control.ToDaemon) -> None:
@@ -118,7 +120,7 @@ def _live(
     stage = model.load(pages, lambda fraction, text: daemon.say(control.Loading(fraction, text)), shared)
     port, link_address, backend = make_port(config, stage, context)
     links = Links(config)
-    executor = _executor(config, stage, model.sample, context)
+    executor = _executor(config, stage, model.sample, links)
     core = RankCore(config.rank, config.pp_size, replica(_replica_config(config, pages)))
     daemon.say(control.Ready(link_address, backend))
     daemon.wait(control.Go)
@@ -128,10 +130,15 @@ def _live(
     return code
 
 
-def _executor(config: RankConfig, stage: Any, sample: Sampler, context: zmq.Context[zmq.Socket[bytes]]) -> Executor:
-    first, last = config.rank == 0, config.rank == config.pp_size - 1
-    hidden_in = None if first else HiddenReceiver(context, config.hidden_in, config.epoch)
-    hidden_out = None if last else HiddenSender(context, config.hidden_out, config.epoch)
+def _executor(config: RankConfig, stage: Any, sample: Sampler, links: Links) -> Executor:
+    rank, epoch, keys = config.rank, config.epoch, config.keys
+    hidden_in, hidden_out = None, None
+    # In the context of the links, whose gatekeeper knows the ranks' keys.
+    if rank > 0:
+        most_tokens = config.chunk_size + config.max_batch_rows
+        hidden_in = HiddenReceiver(links.context, config.hidden_in, epoch, keys, rank - 1, most_tokens)
+    if rank < config.pp_size - 1:
+        hidden_out = HiddenSender(links.context, config.hidden_out, epoch, keys, rank + 1)
     host = HostMemory(stage.kv_pool, config.host_bytes)
     by_layer = config.role == "prefill" and config.push == "layer"
     return Executor(stage, sample, hidden_in, hidden_out, host, HIDDEN_TIMEOUT, by_layer)

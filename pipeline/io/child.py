@@ -76,6 +76,10 @@ class Child:
         except ValueError:
             return f"was killed by signal {seen.si_status}"
 
+    def was_killed(self) -> bool:
+        seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return seen is not None and seen.si_code != os.CLD_EXITED
+
     def kill(self) -> None:
         """Ends the process and everything it started."""
         with contextlib.suppress(ProcessLookupError):

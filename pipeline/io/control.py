@@ -1,8 +1,9 @@
-"""What a daemon and its ranks say to each other, over one ZMQ ipc socket per instance.
+"""What a daemon and its ranks say to each other, over a ZMQ ipc socket, or TCP for ranks on other hosts.
 
 The daemon binds a ROUTER; each rank dials it with a DEALER whose identity is its rank number in
-decimal. Every frame is one msgpack-encoded member of `ToRank` or `ToDaemon`; what does not decode is
-dropped and counted.
+decimal. Over TCP both are encrypted, and a rank is known by its key (`pipeline.io.zap`). Rank 0 always runs on the
+daemon's own host, so that all that is said of attempts goes over ipc, which loses nothing. Every frame is one
+msgpack-encoded member of `ToRank` or `ToDaemon`; what does not decode is dropped and counted.
 
 Start-up: a rank says `Capacity` with the pages it could hold; the daemon answers every rank with
 `Configure` (the minimum over ranks); the rank reads its weights and says `Loading` meanwhile, allocates,
@@ -54,14 +55,15 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str  # of KV pages: "xxh3" or "none"
     host: str  # address peers can reach, for the link and the transfer engine
     secrets: str  # folder of the cluster's; "": none
-    control: str  # ZMQ endpoints from here on
+    control: str  # ZMQ endpoints from here on: ipc, or tcp where the two ends are on different hosts
+    control_key: str  # public key of the daemon's end; "" over ipc
     relay_in: str  # "" on rank 0
     relay_out: str  # "" on the last rank
     hidden_in: str
     hidden_out: str
     returns: str  # rank 0 binds, the last rank dials
     store: str  # rank 0 binds, all others dial
-    keys: RingKeys  # of relay, returns and store
+    keys: RingKeys  # of relay, returns and store; over tcp also of hidden states and control
     ring_timeout: float  # seconds without an entry, or without an ack, after which a rank fail-stops
     tick_timeout: float  # seconds a launched microbatch may take before the instance counts as hung
     stage_timeout: float  # seconds an attempt may stay in bootstrapping, prealloc, granted, transferring
@@ -70,6 +72,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 # Messages that may wait for a daemon that stands still, at each end: seconds of tokens of a busy instance.
 HIGH_WATER = 200_000
+LARGEST_FRAME = 4 << 20
 
 
 # daemon → rank

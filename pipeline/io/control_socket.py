@@ -1,9 +1,9 @@
 """The daemon's end of the control channel: a ZMQ ROUTER read by the event loop, never polled.
 
-In: frames from ranks, each from a peer whose identity is its rank in decimal. Out: decoded messages
-with their rank, to one callback. Invariants: whatever does not decode, or comes from anyone who is
-not one of our ranks, is dropped and counted; sending never blocks, and a message that cannot go out
-is reported to the caller, never lost silently.
+In: frames from ranks, each from a peer whose identity is its rank in decimal and, on a locked socket, whose key is
+that rank's. Out: decoded messages with their rank, to one callback. Invariants: whatever does not decode, or
+comes from anyone who is not one of our ranks, is dropped and counted; sending never blocks, and a message that
+cannot go out is reported to the caller, never lost silently.
 """
 
 from __future__ import annotations
@@ -11,37 +11,62 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 
-from pipeline.io.control import HIGH_WATER, ToDaemon, ToRank
+from pipeline.io.control import HIGH_WATER, LARGEST_FRAME, ToDaemon, ToRank
+from pipeline.io.zap import lock
+from security.gatekeeper import Gatekeeper
 
 log = logging.getLogger(__name__)
 
-_LARGEST_FRAME = 4 << 20
 _PER_WAKE_UP = 256  # messages handled before other work of the loop gets its turn
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """Who may speak on a socket that others can reach."""
+
+    secret: str  # of the daemon's end
+    ranks: tuple[str, ...]  # public keys in rank order
 
 
 class ControlSocket:
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, ranks: int, outbox: int,
-        on_message: Callable[[int, ToDaemon], None],
+        self, endpoint: str, ranks: Iterable[int], outbox: int, on_message: Callable[[int, ToDaemon], None],
+        locked: Lock | None = None,
     ) -> None:  # fmt: skip
+        """Raises `OSError` if it cannot be bound."""
         self.dropped: Counter[str] = Counter()
-        self._identities = {str(rank).encode(): rank for rank in range(ranks)}
+        self.ranks = tuple(ranks)
+        self._identities = {str(rank).encode(): rank for rank in self.ranks}
         self._decoder: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
         self._encoder = msgspec.msgpack.Encoder()
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        # A context of its own: a gatekeeper answers for all sockets of one.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error, not silence, for a rank that is not there
         self._socket.setsockopt(zmq.SNDHWM, outbox)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_FRAME)
-        self._socket.bind(endpoint)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME)
+        self._gatekeeper: Gatekeeper | None = None
+        if locked is not None:
+            self._gatekeeper = Gatekeeper(self._context, locked.ranks)
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that had to dial again takes its place back
+            lock(self._socket, locked.secret)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(f"the control channel cannot listen on {endpoint}: {error}") from error
+        if self._gatekeeper is not None:
+            self._loop.add_reader(self._gatekeeper.fd, self._gatekeeper.answer)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._closed = False
@@ -70,7 +95,9 @@ class ControlSocket:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
-            self._socket.close()
+            if self._gatekeeper is not None:
+                self._loop.remove_reader(self._gatekeeper.fd)
+            self._context.destroy(linger=0)
 
     def _drain(self, reschedule: bool = True) -> bool:
         """Handles up to `_PER_WAKE_UP` messages; True: more may wait."""
@@ -80,7 +107,7 @@ class ControlSocket:
                 if self._closed:
                     return False
                 try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                    frames = self._receive()
                 except zmq.Again:
                     more = False
                     return False
@@ -89,6 +116,14 @@ class ControlSocket:
         finally:  # also when a handler failed: without another edge, nobody would look again
             if more and reschedule:
                 self._loop.call_soon(self._drain)
+
+    def _receive(self) -> list[bytes]:
+        if self._gatekeeper is None:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        frames = [part.bytes for part in parts]
+        # Whoever claims another rank's name is none of ours.
+        return frames if frames[0] == str(parts[-1].get("User-Id")).encode() else [b"", *frames[1:]]
 
     def _handle(self, frames: list[bytes]) -> None:
         rank = self._identities.get(frames[0])

@@ -1,4 +1,4 @@
-"""The process of one instance: gRPC outside, rank processes inside.
+"""The process of one instance: gRPC outside, rank processes inside; or of one member of its group.
 
 In: a `DaemonConfig` (JSON on standard input or in a file) and a reader of model facts, given by the
 role's entry point. Out: an exit code: 0 stopped on request, 1 gave up, 2 refused at start; the
@@ -18,8 +18,12 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from pipeline.io.address import advertised_host, join_host_port, split_host_port
+from pipeline.io.address import advertised_host, join_host_port, numeric_host, split_host_port
 from pipeline.io.attempt_metrics import AttemptMetrics
+from pipeline.io.group.leader import Group
+from pipeline.io.group.member import attend
+from pipeline.io.group.terms import terms_of
+from pipeline.io.hosts import OneHost, this_host
 from pipeline.io.instance_config import ConfigError, DaemonConfig, ModelFacts
 from pipeline.io.metrics_server import MetricsServer
 from pipeline.io.observers import Observers
@@ -60,7 +64,7 @@ def main(role: str, rank_module: str, read_facts: Callable[[str, str, int], Any]
         facts = msgspec.convert(read, ModelFacts, from_attributes=True)
         if len(facts.layer_ranges) != config.pp_size:
             raise ConfigError(f"layers give {len(facts.layer_ranges)} ranks, but pp_size is {config.pp_size}")
-        return asyncio.run(serve(config, facts))
+        return asyncio.run(attend(config, facts) if config.group_index else serve(config, facts))
     except (OSError, ValueError, RunFolderError) as error:
         # What `serve` raises, and the errors of JSON and of the model folder: all but RunFolderError are ValueErrors.
         log.error("refused to start: %s", error)
@@ -80,10 +84,13 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
     folder = RunFolder(config.run_dir)
     folder.take()
     try:
-        supervisor = Supervisor(config, facts, host, folder)
+        own = OneHost(this_host(host, folder.path, config.model), config.pp_size, config.rank_module, folder.lock_fd)
+        group = _group(config, facts, host, folder, own) if config.group_size > 1 else None
+        supervisor = Supervisor(config, facts, group or own, folder)
         registry = CollectorRegistry()
         tracer = make_tracer(config.otlp, f"paceline-{config.role}", config.instance)
-        server = Server(supervisor, max_model_len, secrets, Observers(config.role, AttemptMetrics(registry), tracer))
+        observers = Observers(config.role, AttemptMetrics(registry), tracer)
+        server = Server(supervisor, max_model_len, secrets, observers, group)
         registration = Registration(config.gateways, server.instance.describe, secrets)
         server.on_change = registration.nudge
         metrics = MetricsServer(registry, supervisor)
@@ -93,8 +100,8 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
         port = await server.start(join_host_port(listen_host, port))
         server.instance.address = join_host_port(host, port)
         supervisor.on_ready = lambda: _log_ready(supervisor, server.instance.address)
-        log.info("[%s] %s instance at %s, epoch %d, loading %s on %d ranks", config.instance, config.role,
-                 server.instance.address, supervisor.epoch, config.model, config.pp_size)  # fmt: skip
+        log.info("[%s] %s instance at %s, loading %s on %d ranks", config.instance, config.role,
+                 server.instance.address, config.model, config.pp_size)  # fmt: skip
         registration.start()
         try:
             if config.metrics:
@@ -107,6 +114,12 @@ async def serve(config: DaemonConfig, facts: ModelFacts) -> int:
             tracer.close()
     finally:
         folder.release()
+
+
+def _group(config: DaemonConfig, facts: ModelFacts, host: str, folder: RunFolder, own: OneHost) -> Group:
+    # Sockets listen at an address, not at a name.
+    here = this_host(numeric_host(host), folder.path, config.model)
+    return Group(terms_of(config, facts), here, config.ring_timeout, folder.last_epoch(), own)
 
 
 def _log_ready(supervisor: Supervisor, address: str) -> None:

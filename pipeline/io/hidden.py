@@ -1,8 +1,8 @@
 """The hidden-state channel: rank k's executor → rank k+1's executor, one tensor per tick.
 
-In the model dtype, so that the split changes no bit. A frame is a small header and the raw bytes. Each
-end is used by its executor thread alone; the receiver waits for exactly the tick it runs, with a
-deadline, and treats anything else as a broken pipeline.
+In the model dtype, so that the split changes no bit. A frame is a small header and the raw bytes. Between hosts the
+channel is encrypted and only the previous rank is heard. Each end is used by its executor thread alone; the
+receiver waits for exactly the tick it runs, with a deadline, and treats anything else as a broken pipeline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import numpy as np
 import torch
 import zmq
 
+from pipeline.io.zap import RingKeys, crosses_hosts
+
 SLICE_MS = 200  # between looks at the stop flag while waiting
+_LARGEST_ROW = 1 << 17  # bytes of one token's hidden state: 32 768 of float32
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -28,9 +31,14 @@ class HiddenLost(Exception):
 
 
 class HiddenSender:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, epoch: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, epoch: int, keys: RingKeys, reader: int
+    ) -> None:
+        """`reader` is the rank at the other end."""
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
+        if crosses_hosts(endpoint):
+            keys.dial(self._socket, reader)
         self._socket.connect(endpoint)
         self._epoch = epoch
 
@@ -46,12 +54,21 @@ class HiddenSender:
 
 
 class HiddenReceiver:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, epoch: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, epoch: int, keys: RingKeys, writer: int,
+        most_tokens: int,
+    ) -> None:  # fmt: skip
+        """`writer` is the rank at the other end, `most_tokens` what a tick can have."""
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, most_tokens * _LARGEST_ROW)
+        self._only = ""  # who is heard, where others can try
+        if crosses_hosts(endpoint):
+            self._only = str(writer)
+            keys.serve(self._socket)
         self._socket.bind(endpoint)
         self._epoch = epoch
-        self.dropped = 0  # frames of another epoch, or malformed
+        self.dropped = 0  # frames of another epoch, of another rank, or malformed
 
     def receive(self, tick: int, tokens: int, timeout: float) -> torch.Tensor:
         """[tokens, width] of exactly `tick`. Raises `HiddenLost` after `timeout` seconds or on another tick."""
@@ -67,6 +84,9 @@ class HiddenReceiver:
 
     def _take(self, tick: int, tokens: int) -> torch.Tensor | None:
         parts = self._socket.recv_multipart(copy=False)
+        if self._only and parts[0].get("User-Id") != self._only:
+            self.dropped += 1
+            return None
         try:
             header = msgspec.msgpack.decode(parts[0].buffer, type=Header)
         except msgspec.DecodeError:

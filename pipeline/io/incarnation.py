@@ -2,8 +2,8 @@
 
 In: what ranks say on the control channel, and their exits. Out: progress, a call when all are ready,
 and one `Failure` if anything goes wrong. Invariants: the ranks live and die together: the first that
-exits, says `Failing`, or falls silent ends the epoch, and `end` returns only when every process is
-reaped. Nothing here restarts anything.
+exits, says `Failing`, or falls silent ends the epoch, and `end` returns only when every process that can
+be reached is reaped (those of a lost host are waited for by `Hosts.ready`). Nothing here restarts anything.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import zmq
-
 from pipeline.io import control
-from pipeline.io.child import Child
 from pipeline.io.control import RankConfig, StatusReport, ToDaemon, ToRank
 from pipeline.io.control_socket import ControlSocket
+from pipeline.io.hosts import Launch, RankProcess
+from pipeline.io.instance_config import EpochPlan
 from pipeline.io.timeline import RankTimeline
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class RankView:
     """What the daemon knows of one rank."""
 
     config: RankConfig
-    child: Child
+    child: RankProcess
     heard: float  # monotonic; last time it said anything
     fraction: float = 0.0
     text: str = "starting"
@@ -97,13 +96,12 @@ class _TimelineRound:
 
 class Incarnation:
     def __init__(
-        self, configs: list[RankConfig], rank_module: str, load_timeout: float, keep_fd: int,
-        context: zmq.Context[zmq.Socket[bytes]], on_tokens: Callable[[control.Tokens], None],
+        self, plan: EpochPlan, launch: Launch, load_timeout: float, on_tokens: Callable[[control.Tokens], None],
         on_ended: Callable[[control.Ended], None],
         on_progress: Callable[[control.Alive], None],
     ) -> None:  # fmt: skip
-        """Starts the ranks."""
-        first = configs[0]
+        """Starts the ranks. Raises `OSError` if that cannot be."""
+        first = plan.ranks[0]
         self.epoch, self.pages, self.backend = first.epoch, 0, ""
         self.ready = asyncio.Event()
         self.failure: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
@@ -118,34 +116,40 @@ class Incarnation:
         self._timeline, self._timeline_turn = _TimelineRound(0), asyncio.Lock()
         # An attempt sends at most Submit and Cancel, so a rank that reads at all never fills this.
         outbox = 2 * first.max_queue + 64
-        self._socket = ControlSocket(context, first.control, len(configs), outbox, self._on_message)
+        near = [config.rank for config in plan.ranks if config.control == plan.near]
+        far = [config.rank for config in plan.ranks if config.control != plan.near]
+        self._sockets = [ControlSocket(plan.near, near, outbox, self._on_message)]
         try:
-            for config in configs:
-                child = Child(rank_module, config, keep_fd, self._on_exit)
+            if far:
+                self._sockets.append(ControlSocket(plan.far, far, outbox, self._on_message, plan.far_lock))
+            for config in plan.ranks:
+                child = launch(config, self._on_exit)
                 self.ranks.append(RankView(config, child, time.monotonic()))
         except BaseException:
             for view in self.ranks:
                 view.child.kill()
-            self._socket.close()
+            for socket in self._sockets:
+                socket.close()
             raise
+        self._socket_of = {rank: socket for socket in self._sockets for rank in socket.ranks}
         self._period = min(1.0, self._ring_timeout / 4)
         self._watch_due = time.monotonic() + self._period
         self._watch = asyncio.get_running_loop().call_later(self._period, self._look_for_silence)
 
     @property
     def frames_dropped(self) -> int:
-        return self._socket.dropped.total() + self.unexpected
+        return sum(socket.dropped.total() for socket in self._sockets) + self.unexpected
 
     def progress(self) -> str:
         """How far start-up is, for people."""
         return ", ".join(f"rank {view.config.rank} {view.text} {view.fraction:.0%}" for view in self.ranks)
 
     def send(self, rank: int, message: ToRank) -> bool:
-        return self._socket.send(rank, message)
+        return self._socket_of[rank].send(rank, message)
 
     def must_send(self, rank: int, message: ToRank) -> None:
         """As `send`; a rank that cannot take it has failed."""
-        if not self._socket.send(rank, message):
+        if not self.send(rank, message):
             self._fail(rank, "does not read its control channel")
 
     async def ask_status(self) -> set[int]:
@@ -218,7 +222,7 @@ class Incarnation:
                     await cause.child.exited.wait()
             except TimeoutError:
                 pass
-            self._socket.drain_now()
+            self._drain_now()
         said = [failure.reason]
         if cause.failing and cause.failing not in failure.reason:
             said.append(cause.failing)
@@ -243,8 +247,13 @@ class Incarnation:
             if not await view.child.reap(_REAP_PATIENCE_S):
                 raise Unkillable(f"rank {view.config.rank} (pid {view.child.pid}) did not end "
                                  f"{_REAP_PATIENCE_S:.0f} s after SIGKILL; it may still write to peers")  # fmt: skip
-        self._socket.drain_now()
-        self._socket.close()
+        self._drain_now()
+        for socket in self._sockets:
+            socket.close()
+
+    def _drain_now(self) -> None:
+        for socket in self._sockets:
+            socket.drain_now()
 
     def _fail(self, rank: int, reason: str, by_signal: bool = False) -> None:
         if not self._leaving and not self.failure.done():
@@ -253,15 +262,15 @@ class Incarnation:
 
     def _on_exit(self, rank: int) -> None:
         status = self.ranks[rank].child.exit_status()
-        self._socket.drain_now()  # it may have said why
-        self._fail(rank, status, by_signal="killed by" in status)
+        self._drain_now()  # it may have said why
+        self._fail(rank, status, by_signal=self.ranks[rank].child.was_killed())
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
         late = now - self._watch_due
         self._watch_due = now + self._period
         self._watch = asyncio.get_running_loop().call_later(self._period, self._look_for_silence)
-        self._socket.drain_now()
+        self._drain_now()
         bound = self._ring_timeout if self.ready.is_set() else self._load_timeout
         for view in self.ranks:
             if late > self._period:

@@ -7,12 +7,22 @@ epoch. Invariant: a config that got past `check` can be started; every refusal n
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from pipeline.io.control import RankConfig
+from pipeline.io.control_socket import Lock
+from pipeline.io.hosts import Host
 from pipeline.io.zap import make_keys
+
+# TCP ports of a rank, from `ring_ports + 4 × rank` on, for what comes from other hosts.
+_PORTS_PER_RANK = 4
+_RELAY, _HIDDEN = 0, 1  # of ranks other than 0
+_RETURNS, _STORE, _CONTROL = 0, 1, 2  # of rank 0 and its daemon
 
 
 class ConfigError(ValueError):
@@ -58,6 +68,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout: float = 20.0  # seconds that open requests get to end after SIGTERM
     load_timeout: float = 600.0  # the same as ring_timeout, while ranks load
     first_epoch: int = 1  # lower bound of the epoch, for when run_dir does not outlive a restart
+    group_size: int = 1  # hosts (pods) that the ranks are shared out to
+    group_index: int = 0  # which of them this is; 0 leads
+    leader: str = ""  # host:port of the leader's gRPC server; of members
+    ring_ports: int = 7800  # between hosts, rank r listens on four TCP ports from ring_ports + 4 r on
 
     def check(self) -> None:
         """Raises `ConfigError`."""
@@ -77,6 +91,19 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in ("drain_timeout", "pages", "kv_bytes", "host_bytes", "async_depth", "max_model_len"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it cannot be negative")
+        if not 1 <= self.group_size <= self.pp_size:
+            raise ConfigError(
+                f"group_size is {self.group_size}; {self.pp_size} ranks can be on 1 to {self.pp_size} hosts"
+            )
+        if not 0 <= self.group_index < self.group_size:
+            raise ConfigError(f"group_index is {self.group_index}, but the group has {self.group_size}, counted from 0")
+        if self.group_index and not self.leader:
+            raise ConfigError(f"leader is not set; member {self.group_index} must know where the leader (index 0) is")
+        if not 1024 <= self.ring_ports <= 65536 - _PORTS_PER_RANK * self.pp_size:
+            raise ConfigError(
+                f"ring_ports is {self.ring_ports}; {_PORTS_PER_RANK} ports of each of {self.pp_size} ranks must lie "
+                "between 1024 and 65535"
+            )
         if not self.pages and not self.kv_bytes:
             raise ConfigError("pages and kv_bytes are both 0; one of them must say how large the KV pool is")
         for field in (
@@ -115,18 +142,40 @@ def model_name(config: DaemonConfig) -> str:
     return config.model_name or Path(config.model).absolute().name
 
 
-def rank_configs(
-    config: DaemonConfig, facts: ModelFacts, host: str, epoch: int, folder: Path, dumps: Path
-) -> list[RankConfig]:
-    """What the ranks of one epoch are told; their sockets lie in `folder`."""
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """What the ranks of one epoch are told, and where their daemon listens to them."""
+
+    ranks: list[RankConfig]
+    near: str  # control endpoint for the ranks of this host
+    far: str  # for those of other hosts; "": there are none
+    far_lock: Lock
+
+
+def plan_epoch(config: DaemonConfig, facts: ModelFacts, hosts: Sequence[Host], epoch: int) -> EpochPlan:
+    """`hosts` in rank order; rank 0's is this one. What both ends of a link have in common decides what it is."""
     last = config.pp_size - 1
     keys = make_keys(config.pp_size)
+    daemon_public, daemon_secret = (key.decode() for key in zmq.curve_keypair())
 
-    def link(name: str, rank: int) -> str:
+    def endpoint(reader: int, writers: Sequence[int], name: str, offset: int) -> str:
+        """Where `reader` listens to `writers`: within a host a socket file, else TCP."""
+        host = hosts[reader]
+        if all(hosts[writer] == host for writer in writers):
+            return f"ipc://{host.sockets(epoch)}/{name}"
+        at = f"[{host.address}]" if ":" in host.address else host.address
+        return f"tcp://{at}:{config.ring_ports + _PORTS_PER_RANK * reader + offset}"
+
+    def link(name: str, rank: int, offset: int) -> str:
         """The link from rank - 1 to `rank`."""
-        return f"ipc://{folder}/{name}{rank}" if 0 < rank <= last else ""
+        return endpoint(rank, [rank - 1], f"{name}{rank}", offset) if 0 < rank <= last else ""
 
-    return [
+    everyone = range(config.pp_size)
+    returns = endpoint(0, [last], "returns", _RETURNS)
+    store = endpoint(0, everyone, "store", _STORE)
+    near = endpoint(0, [0], "control", _CONTROL)
+    control = [endpoint(0, [rank], "control", _CONTROL) for rank in everyone]
+    ranks = [
         RankConfig(
             role=config.role,
             instance=config.instance,
@@ -137,7 +186,7 @@ def rank_configs(
             layer_end=end,
             layer_ranges=tuple(facts.layer_ranges),
             windows=facts.windows,
-            model=str(Path(config.model).absolute()),
+            model=hosts[rank].model,
             model_digest=facts.digest,
             dtype=config.dtype,
             page_size=config.page_size,
@@ -155,20 +204,23 @@ def rank_configs(
             transfer_device=config.transfer_device,
             push=config.push,
             checksum=config.checksum,
-            host=host,
+            host=hosts[rank].address,
             secrets=config.secrets,
-            control=f"ipc://{folder}/control",
-            relay_in=link("relay", rank),
-            relay_out=link("relay", rank + 1),
-            hidden_in=link("hidden", rank),
-            hidden_out=link("hidden", rank + 1),
-            returns=f"ipc://{folder}/returns",
-            store=f"ipc://{folder}/store",
+            control=control[rank],
+            control_key="" if control[rank] == near else daemon_public,
+            relay_in=link("relay", rank, _RELAY),
+            relay_out=link("relay", rank + 1, _RELAY),
+            hidden_in=link("hidden", rank, _HIDDEN),
+            hidden_out=link("hidden", rank + 1, _HIDDEN),
+            returns=returns,
+            store=store,
             keys=keys[rank],
             ring_timeout=config.ring_timeout,
             tick_timeout=config.tick_timeout,
             stage_timeout=config.stage_timeout,
-            dump_dir=str(dumps),
+            dump_dir=hosts[rank].dumps,
         )
         for rank, (begin, end) in enumerate(facts.layer_ranges)
     ]
+    far = next((at for at in control if at != near), "")
+    return EpochPlan(ranks, near, far, Lock(daemon_secret, keys[0].ranks))

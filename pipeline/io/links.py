@@ -14,7 +14,8 @@ class Links:
 
     def __init__(self, config: RankConfig) -> None:
         # A context of its own: the gatekeeper answers for this one's sockets and no others.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = self.context
         keys = config.keys
         self.gatekeeper = Gatekeeper(context, keys.ranks)
         first, last = config.rank == 0, config.rank == config.pp_size - 1

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 _LONGEST_PATH = 100  # of a socket; the kernel's limit is 107
-_LONGEST_NAME = len("/e999999999/returns")
+_LONGEST_NAME = len("/e9999999999/returns")
 _LOCK_PATIENCE_S = 5.0
 
 
@@ -59,14 +59,22 @@ class RunFolder:
             os.close(self.lock_fd)
             self.lock_fd = -1
 
-    def next_epoch(self, at_least: int) -> int:
-        """A number above every one this folder has seen. Raises `RunFolderError`."""
+    def last_epoch(self) -> int:
+        """The last number given out here; 0: none. Raises `RunFolderError`."""
         file = self.path / "epoch"
         try:
             text = file.read_text() if file.exists() else "0"
-            if not text.strip().isdigit():
-                raise RunFolderError(f"{file} holds {text[:40]!r}, not a number; restore it or remove it")
-            epoch = max(int(text) + 1, at_least, 1)
+        except OSError as error:
+            raise RunFolderError(f"the epoch cannot be read from {file}: {error}") from None
+        if not text.strip().isdigit():
+            raise RunFolderError(f"{file} holds {text[:40]!r}, not a number; restore it or remove it")
+        return int(text)
+
+    def next_epoch(self, at_least: int) -> int:
+        """A number above every one this folder has seen. Raises `RunFolderError`."""
+        file = self.path / "epoch"
+        epoch = max(self.last_epoch() + 1, at_least, 1)
+        try:
             fresh = self.path / "epoch.new"
             with fresh.open("w") as out:
                 out.write(f"{epoch}\n")

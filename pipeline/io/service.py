@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import cache
-from importlib import metadata
 from typing import Any
 
 import grpc
@@ -25,18 +23,21 @@ from paceline_proto.v1 import (
     common_pb2,
     generation_pb2,
     generation_pb2_grpc,
+    group_pb2,
+    group_pb2_grpc,
     timeline_pb2,
     timeline_pb2_grpc,
 )
-from pipeline.io.address import BadAddress
+from pipeline.io.address import bind_or_say
 from pipeline.io.admin import ROLES, UINT32, UINT64, AdminService, clamp
 from pipeline.io.generation import GenerationService
+from pipeline.io.group.leader import Group
 from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
 from pipeline.io.observers import Observers
+from pipeline.io.release import release
 from pipeline.io.supervisor import Phase, Supervisor
 from pipeline.io.timeline_service import TimelineService
-from security.channels import bind
 from security.secrets import Secrets
 from transfer.messages import PROTOCOL_VERSION
 
@@ -84,7 +85,7 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer):
             transfer_backend=current.backend if current else "",
             draining=supervisor.phase is Phase.DRAINING,
             load=self._load(),
-            software_version=_software_version(),
+            software_version=release(),
         )
 
     def _load(self) -> bootstrap_pb2.Load:
@@ -112,20 +113,13 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer):
         )
 
 
-@cache
-def _software_version() -> str:
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 class Server:
     """Binds, serves, and keeps the health service in step with the phase."""
 
     def __init__(
-        self, supervisor: Supervisor, max_model_len: int, secrets: Secrets | None, observers: Observers
-    ) -> None:
+        self, supervisor: Supervisor, max_model_len: int, secrets: Secrets | None, observers: Observers,
+        group: Group | None,
+    ) -> None:  # fmt: skip
         self._secrets = secrets
         config, self._supervisor = supervisor.config, supervisor
         self._server: Any = grpc.aio.server(
@@ -153,7 +147,12 @@ class Server:
         bootstrap_pb2_grpc.add_BootstrapServicer_to_server(self.instance, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, told_by), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        names = [*_SERVICES]
+        if group is not None:
+            group_pb2_grpc.add_GroupServicer_to_server(group, self._server)
+            names.append(group_pb2.DESCRIPTOR.services_by_name["Group"].full_name)
+            group.on_leave = supervisor.pause
+        names += [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         supervisor.on_phase = self._show_phase
 
@@ -162,16 +161,7 @@ class Server:
         await self._set_health(False)
         # A kubelet's liveness probe asks for this name: loading and draining are no reason to be killed.
         await self._health.set("live", health_pb2.HealthCheckResponse.SERVING)
-        try:
-            port = bind(self._server, listen, self._secrets)
-        except RuntimeError as error:
-            port, why = 0, f": {error}"
-        else:
-            why = ""
-        if not port:
-            raise BadAddress(
-                f"cannot listen on {listen}: the port is in use, or the address is not one of this host{why}"
-            )
+        port = bind_or_say(self._server, listen, self._secrets)
         await self._server.start()
         return port
 

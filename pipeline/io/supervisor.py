@@ -1,10 +1,10 @@
 """Keeps an instance alive: starts its ranks, and starts them all again when one fails.
 
 In: configuration and what operators ask: drain, resume, stop. Out: the instance's phase, its epoch, and the exit code.
-Invariants: the ranks of an epoch are all reaped before any attempt is told that it failed and before
-the next epoch starts; epochs only grow and are on disk first; every failure has a reason that reaches
-the log, the open attempts and `Status`. A rank that cannot take its model ends the daemon. A drain outlives
-the ranks: those of the next epoch take nothing either until it is resumed.
+Invariants: the ranks of an epoch are all reaped before any attempt is told that it failed, but for those of a
+lost host, and all are dead before the next epoch starts; epochs only grow and are on disk first; every failure
+has a reason that reaches the log, the open attempts and `Status`. A rank that cannot take its model ends the daemon.
+A drain outlives the ranks: those of the next epoch take nothing either until it is resumed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-import zmq
-
 from consensus.entry import Key, RequestSpec
 from pipeline.io import control
 from pipeline.io.attempts import Attempts
 from pipeline.io.drain import Drain
+from pipeline.io.hosts import Hosts
 from pipeline.io.incarnation import Failure, Incarnation, Unkillable
-from pipeline.io.instance_config import DaemonConfig, ModelFacts, rank_configs
+from pipeline.io.instance_config import DaemonConfig, ModelFacts, plan_epoch
 from pipeline.io.run_folder import RunFolder, RunFolderError
 from pipeline.workload import Speed, Workload
 
@@ -49,7 +48,7 @@ class Stopping(Exception):
 
 
 class Supervisor:
-    def __init__(self, config: DaemonConfig, facts: ModelFacts, host: str, folder: RunFolder) -> None:
+    def __init__(self, config: DaemonConfig, facts: ModelFacts, hosts: Hosts, folder: RunFolder) -> None:
         """Raises `RunFolderError`."""
         self.config, self.facts = config, facts
         self.phase = Phase.LOADING
@@ -63,10 +62,13 @@ class Supervisor:
         self.log_levels: dict[str, str] = {}  # logger → what ranks of every epoch are told
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.on_ready: Callable[[], None] = lambda: None
-        self._host, self._folder = host, folder
-        self.epoch = folder.next_epoch(config.first_epoch)
+        self._hosts, self._folder = hosts, folder
+        self.epoch = folder.last_epoch()  # until every rank of it is known to be dead, the next has no number
         self._stop = asyncio.Event()
         self._stop_reason = ""
+        self._pause = asyncio.Event()
+        self._pause_reason = ""
+        self._pause_drains = False  # the drain under way is the pause's
         self._hurry = asyncio.Event()
         self._last_start_failure = ""
 
@@ -91,7 +93,8 @@ class Supervisor:
                 reason = f"{self.config.instance} is loading"
             case Phase.RESTARTING:
                 reason = f"{self.config.instance} is restarting after: {self.last_failure}"
-        return f"{reason}; {self.incarnation.progress()}" if self.incarnation else reason
+        more = self.incarnation.progress() if self.incarnation else self._hosts.waiting()
+        return f"{reason}; {more}" if more else reason
 
     def submit(self, spec: RequestSpec) -> None:
         """Gives an opened attempt to rank 0. If that fails, so does the instance, and the attempt with it."""
@@ -127,55 +130,86 @@ class Supervisor:
             self._enter(Phase.DRAINING)
         self._stop.set()
 
+    def pause(self, reason: str) -> None:
+        """As the first `stop`, but of this epoch alone: the next one starts when all hosts are there."""
+        if self._stop.is_set() or self._pause.is_set():
+            return
+        self._pause_reason = reason
+        if not self.draining.active:  # an operator's drain goes on as it is, also in the next epoch
+            self._pause_drains = True
+            self.draining.begin(reason, self.config.drain_timeout)
+        if self.phase is Phase.SERVING:
+            self._enter(Phase.DRAINING)
+        self._pause.set()
+
     def _refuse_if_stopping(self) -> None:
         if self._stop.is_set():
             raise Stopping(f"{self.config.instance} is stopping: {self._stop_reason}")
 
     async def run(self) -> int:
         """Serves until stopped (0) or given up (1)."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         backoff = _FIRST_BACKOFF_S
+        self._hosts.epoch_over()
         try:
             while True:
-                started = time.monotonic()
-                failure = await self._run_epoch(context)
-                if failure is None or self._stop.is_set():
+                if not await self._gathered():
                     return 0
+                self.epoch = self._folder.next_epoch(max(self.config.first_epoch, self._hosts.epoch_floor() + 1))
+                self._pause.clear()
+                started = time.monotonic()
+                failure = await self._run_epoch()
+                self._hosts.epoch_over()
+                if self._stop.is_set():
+                    return 0
+                if self._pause_drains:
+                    self._pause_drains = False
+                    self.draining.end()
+                if failure is None:
+                    self.restarts += 1
+                    continue
                 if self._is_hopeless(failure):
                     log.error("giving up: %s twice in a row while starting", failure.reason)
                     return 1
                 if time.monotonic() - started > _HEALTHY_AFTER_S:
                     backoff = _FIRST_BACKOFF_S
                 self.restarts += 1
-                self.epoch = self._folder.next_epoch(self.config.first_epoch)
-                log.warning("starting again as epoch %d in %.1f s", self.epoch, backoff)
+                log.warning("starting again in %.1f s", backoff)
                 if await self._stopped_within(backoff):
                     return 0
                 backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
-        except (Unkillable, RunFolderError, OSError, zmq.ZMQError) as error:  # the last two: ranks cannot be started
+        except (Unkillable, RunFolderError, OSError) as error:  # the last: ranks cannot be started
             log.error("giving up: %s", error)
             return 1
         finally:
             self._enter(Phase.STOPPING)
             self.draining.end()
             self.attempts.fail_all(f"{self.config.instance} is gone: {self._stop_reason or self.last_failure}")
-            context.destroy(linger=0)
 
-    async def _run_epoch(self, context: zmq.Context[zmq.Socket[bytes]]) -> Failure | None:
-        """One epoch from birth to the last rank reaped; the failure that ended it, or None if it was stopped."""
-        folder = self._folder.open_epoch(self.epoch)
-        configs = rank_configs(self.config, self.facts, self._host, self.epoch, folder, self._folder.dumps)
+    async def _gathered(self) -> bool:
+        """Waits until the next epoch may start; False: stopped meanwhile."""
+        while self._hosts.waiting() and not self._stop.is_set():
+            ready, stopped = asyncio.create_task(self._hosts.ready()), asyncio.create_task(self._stop.wait())
+            await _first_of(ready, stopped)
+            ready.cancel()
+            stopped.cancel()
+        return not self._stop.is_set()
+
+    async def _run_epoch(self) -> Failure | None:
+        """One epoch from birth to the last rank reaped; the failure that ended it, or None if it was to end."""
+        log.info("[%s] epoch %d: starting %d ranks", self.config.instance, self.epoch, self.config.pp_size)
+        self._folder.open_epoch(self.epoch)
+        plan = plan_epoch(self.config, self.facts, self._hosts.of_ranks(self.epoch), self.epoch)
         current = Incarnation(
-            configs, self.config.rank_module, self.config.load_timeout, self._folder.lock_fd, context,
-            self.attempts.tokens, self.attempts.ended, self._see_progress,
+            plan, self._hosts.launch, self.config.load_timeout, self.attempts.tokens, self.attempts.ended,
+            self._see_progress,
         )  # fmt: skip
         self.incarnation = current
         failure = None
         serving = asyncio.create_task(self._serve_when_ready(current))
-        stopped = asyncio.create_task(self._stop.wait())
+        stopped, paused = asyncio.create_task(self._stop.wait()), asyncio.create_task(self._pause.wait())
         try:
-            await _first_of(current.failure, stopped)
-            if stopped.done():
+            await _first_of(current.failure, stopped, paused)
+            if stopped.done() or (paused.done() and not current.failure.done()):
                 await self._leave(current)
             else:
                 self._enter(Phase.RESTARTING)  # nothing new comes in from here on
@@ -183,6 +217,7 @@ class Supervisor:
         finally:
             serving.cancel()
             stopped.cancel()
+            paused.cancel()
             await asyncio.shield(current.end())
             self.incarnation = None
             self._folder.close_epoch(self.epoch)
@@ -195,7 +230,7 @@ class Supervisor:
 
     async def _serve_when_ready(self, current: Incarnation) -> None:
         await current.ready.wait()
-        if not current.failure.done() and not self._stop.is_set():
+        if not current.failure.done() and not self._stop.is_set() and not self._pause.is_set():
             self.workload = Workload(free_pages=current.pages)
             for logger, level in self.log_levels.items():
                 current.tell_all(control.SetLogLevel(logger, level))
@@ -212,8 +247,13 @@ class Supervisor:
 
     async def _leave_in_order(self, current: Incarnation) -> None:
         await self.draining.done()
-        self._enter(Phase.STOPPING)
-        log.info("stopping: %s", self._stop_reason)
+        if self._stop.is_set():
+            self._enter(Phase.STOPPING)
+            log.info("stopping: %s", self._stop_reason)
+        else:
+            self.last_failure = self._pause_reason
+            self._enter(Phase.RESTARTING)
+            log.info("ending epoch %d: %s", self.epoch, self._pause_reason)
         await current.leave(_QUIT_GRACE_S)
 
     def _is_hopeless(self, failure: Failure) -> bool:

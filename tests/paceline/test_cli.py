@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from paceline.cli import build_parser, main
 from paceline.config import free_ports, parse_address, parse_layers, parse_size, port_problem
 from paceline.engine_options import SHARED, check_ranks, daemon_config
 from paceline.gateway_options import gateway_arguments
+from paceline.group_options import group_fields
 from paceline.local_plan import Plan, plan
 from paceline.up import first_key
 from pipeline import snapshot
@@ -71,6 +73,26 @@ def test_options_become_the_daemons_configuration(tmp_path: Path) -> None:
         async_depth=0, transfer_backend="nixl", model_name="m", model=str(MODEL),
         metrics="127.0.0.1:9090", otlp="otel:4317",
     )  # fmt: skip
+
+
+def test_a_group_is_described_by_options_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SIZE", "2"), ("INDEX", "1")):
+        monkeypatch.setenv(f"PACELINE_GROUP_{name}", value)
+    monkeypatch.setenv("PACELINE_LEADER", "p-0.p:9000")
+    monkeypatch.setenv("PACELINE_ADVERTISE", "10.0.0.5")
+    told = group_fields(parse("prefill --first-epoch 7"))
+    assert told == {"group_size": 2, "group_index": 1, "leader": "p-0.p:9000", "ring_ports": 7800, "first_epoch": 7}
+    assert parse("prefill").advertise == "10.0.0.5"
+    typed = group_fields(parse("prefill --group-size 3 --group-index 2 --leader a:1 --ring-ports 9100"))
+    assert (typed["group_size"], typed["group_index"], typed["leader"], typed["ring_ports"]) == (3, 2, "a:1", 9100)
+    monkeypatch.setenv("PACELINE_GROUP_SIZE", "two")
+    with pytest.raises(SystemExit):
+        parse("prefill")
+
+
+def test_epochs_grow_also_where_the_run_directory_is_lost() -> None:
+    before = int(time.time())
+    assert before <= group_fields(parse("decode"))["first_epoch"] <= int(time.time())
 
 
 def test_the_commands_defaults_are_the_daemons() -> None:

@@ -16,7 +16,7 @@ import pytest
 from paceline.asked import Known
 from paceline.cli import main
 from paceline.config import Cluster, Part, free_ports
-from paceline.status import instance_report
+from paceline.status import instance_report, rank_report
 from paceline.status_table import counted, render
 from paceline_proto.v1 import (
     admin_pb2,
@@ -135,12 +135,11 @@ def test_json_holds_everything_under_stable_keys(shown: Callable[..., tuple[int,
         "transfer_handles": 7, "last_progress_s": 0.25, "counters": {"tokens_generated": 12},
         "executing": "tick 17 (8 rows) for 0.4 s",
         "audit": "",
+        "host": "",
     }  # fmt: skip
 
 
 def test_the_json_names_every_field_of_a_rank() -> None:
-    from paceline.status import rank_report
-
     fields = {field.name for field in admin_pb2.RankStatus.DESCRIPTOR.fields} - {"layer_begin", "layer_end"}
     assert set(rank_report(RANKS[0])) == fields | {"layers"}
 
@@ -182,6 +181,14 @@ def test_a_registry_that_does_not_answer_is_said(shown: Callable[..., tuple[int,
     nobody = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     with pytest.raises(SystemExit, match=f"the registry at {nobody} does not answer"):
         shown("--timeout", "0.5", "--registry", nobody)
+
+
+def test_the_table_says_on_which_host_a_rank_runs_if_there_are_several(shown: Callable[..., tuple[int, str]]) -> None:
+    told = [dict(rank_report(rank), host=f"10.0.0.{4 + rank.rank}") for rank in RANKS]
+    report = instance_report(Known("a:1"), DESCRIBED, STATUS, "") | {"ranks": told}
+    heading, first, second = render({"gateway": None, "instances": [report]}).splitlines()[3:6]
+    at = heading.index("host")
+    assert first[at:].startswith("10.0.0.5 ") and second[at:].startswith("10.0.0.4 ")
 
 
 def test_an_instance_that_does_not_answer_is_named_and_fails(shown: Callable[..., tuple[int, str]]) -> None:

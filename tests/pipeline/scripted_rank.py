@@ -37,6 +37,8 @@ class Rank:
         self.script: dict[str, Any] = json.loads(script.read_text()) if script.exists() else {}
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, str(config.rank).encode())
+        if config.control_key:
+            config.keys.dial_key(self.socket, config.control_key)
         self.socket.connect(config.control)
         self.open: set[Key] = set()
         self.alive_due = 0.0

@@ -174,7 +174,7 @@ def test_the_control_socket_survives_any_bytes_and_hears_the_good_ones(tmp_path:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         heard: list[tuple[int, control.ToDaemon]] = []
         endpoint = f"ipc://{tmp_path}/c"
-        ours = ControlSocket(context, endpoint, 2, 8, lambda rank, message: heard.append((rank, message)))
+        ours = ControlSocket(endpoint, range(2), 8, lambda rank, message: heard.append((rank, message)))
         rank, stranger = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         rank.setsockopt(zmq.IDENTITY, b"1")
         for peer in (rank, stranger):

@@ -449,6 +449,7 @@ class RankStatus(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     EXECUTING_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Its place in the pipeline, from 0."""
     pid: _builtins.int
@@ -477,6 +478,8 @@ class RankStatus(_message.Message):
     """"tick 17 (8 rows) for 0.4 s", or empty."""
     audit: _builtins.str
     """What the page auditor found wrong (every page must be free, or in exactly one lease); empty if all is well."""
+    host: _builtins.str
+    """Address of the host the rank runs on, if the instance has several; else empty."""
     @_builtins.property
     def queues(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Queue name → length; every queue of the rank, control and data."""
@@ -516,10 +519,11 @@ class RankStatus(_message.Message):
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         executing: _builtins.str = ...,
         audit: _builtins.str = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "applied_seq", b"applied_seq", "audit", b"audit", "counters", b"counters", "digest", b"digest", "epoch", b"epoch", "executing", b"executing", "last_progress_s", b"last_progress_s", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "pages", b"pages", "pid", b"pid", "queues", b"queues", "rank", b"rank", "requests", b"requests", "rooms", b"rooms", "store_entries", b"store_entries", "transfer_handles", b"transfer_handles"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "applied_seq", b"applied_seq", "audit", b"audit", "counters", b"counters", "digest", b"digest", "epoch", b"epoch", "executing", b"executing", "host", b"host", "last_progress_s", b"last_progress_s", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "pages", b"pages", "pid", b"pid", "queues", b"queues", "rank", b"rank", "requests", b"requests", "rooms", b"rooms", "store_entries", b"store_entries", "transfer_handles", b"transfer_handles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
