@@ -15,6 +15,7 @@ import zmq
 from consensus.entry import Key, Return, SamplingParams, TokenOut
 from pipeline.io.executor import Event, Executor, Ran, Sampled
 from pipeline.io.hidden import HiddenReceiver, HiddenSender
+from pipeline.io.zap import make_keys
 from pipeline.planner import Batch, Row, SampleSpec
 
 SAMPLE = SampleSpec(SamplingParams(max_tokens=1), 3, (), (1, 2, 3), ())
@@ -53,7 +54,9 @@ def events(executor: Executor, count: int) -> list[Event]:
 @pytest.fixture
 def ranks() -> Iterator[tuple[Executor, Model, Executor, Model]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    receiver, sender = HiddenReceiver(context, "inproc://h", 1), HiddenSender(context, "inproc://h", 1)
+    keys = make_keys(2)
+    receiver = HiddenReceiver(context, "inproc://h", 1, keys[1], writer=0, most_tokens=64)
+    sender = HiddenSender(context, "inproc://h", 1, keys[0], reader=1)
     models = Model(), Model()
 
     def sampler(logits: torch.Tensor, samples: Sequence[Any]) -> list[TokenOut]:
