@@ -124,7 +124,7 @@ def test_a_member_that_is_asked_to_stop_lets_open_requests_end_first(group: Scri
     epoch = leader.when_serving().describe().instance.epoch
     call = hang(leader, "a")
     signal_to(member, signal.SIGTERM)
-    waits_for(leader, "stopping: member 1 of 2 leaves: received SIGTERM")
+    waits_for(leader, "draining: member 1 of 2 leaves: received SIGTERM")
     assert member.process.poll() is None, "it waits for the open one"
     leader.abort("a")
     assert list(call)[-1].outcome.kind == Kind.KIND_ABORT

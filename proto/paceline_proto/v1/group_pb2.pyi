@@ -20,6 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class MemberMessage(_message.Message):
+    """From a member to its leader."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -29,17 +31,29 @@ class MemberMessage(_message.Message):
     REAPED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hello(self) -> Global___Hello: ...
+    def hello(self) -> Global___Hello:
+        """The first one."""
+
     @_builtins.property
-    def beat(self) -> Global___Beat: ...
+    def beat(self) -> Global___Beat:
+        """See Welcome.lease."""
+
     @_builtins.property
-    def started(self) -> Global___RankStarted: ...
+    def started(self) -> Global___RankStarted:
+        """The answer to a StartRank."""
+
     @_builtins.property
-    def exited(self) -> Global___RankExited: ...
+    def exited(self) -> Global___RankExited:
+        """The answer to a StartRank that failed, or the end of a rank."""
+
     @_builtins.property
-    def reaped(self) -> Global___Reaped: ...
+    def reaped(self) -> Global___Reaped:
+        """The answer to an EndEpoch."""
+
     @_builtins.property
-    def leaving(self) -> Global___Leaving: ...
+    def leaving(self) -> Global___Leaving:
+        """A wish, not yet an end."""
+
     def __init__(
         self,
         *,
@@ -62,6 +76,8 @@ Global___MemberMessage: _TypeAlias = MemberMessage  # noqa: Y015
 
 @_typing.final
 class LeaderMessage(_message.Message):
+    """From a leader to one of its members."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
@@ -69,13 +85,21 @@ class LeaderMessage(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def welcome(self) -> Global___Welcome: ...
+    def welcome(self) -> Global___Welcome:
+        """The answer to Hello."""
+
     @_builtins.property
-    def beat(self) -> Global___Beat: ...
+    def beat(self) -> Global___Beat:
+        """See Welcome.lease."""
+
     @_builtins.property
-    def start(self) -> Global___StartRank: ...
+    def start(self) -> Global___StartRank:
+        """For each of the member's ranks, once per epoch."""
+
     @_builtins.property
-    def end(self) -> Global___EndEpoch: ...
+    def end(self) -> Global___EndEpoch:
+        """Once per epoch."""
+
     def __init__(
         self,
         *,
@@ -122,9 +146,11 @@ class Hello(_message.Message):
     release: _builtins.str
     """Of the installed software; the ranks of one instance must be built alike."""
     instance: _builtins.str
+    """The name of the whole instance."""
     role: _builtins.str
     """"prefill" or "decode"."""
     group_size: _builtins.int
+    """Hosts of the whole instance."""
     index: _builtins.int
     """1 to group_size - 1."""
     pp_size: _builtins.int
@@ -142,7 +168,9 @@ class Hello(_message.Message):
     host_name: _builtins.str
     """For people."""
     processors: _builtins.int
+    """For people."""
     memory_bytes: _builtins.int
+    """For people."""
     def __init__(
         self,
         *,
@@ -172,6 +200,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
+    """The member has its place, on these terms."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
@@ -204,6 +234,7 @@ class Beat(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    """Counts from 1 for each stream."""
     def __init__(
         self,
         *,
@@ -229,6 +260,7 @@ class StartRank(_message.Message):
     epoch: _builtins.int
     """Above every one that the member said hello with."""
     rank: _builtins.int
+    """Of the whole instance, from 0."""
     config: _builtins.bytes
     """What the rank is told at birth, as JSON."""
     def __init__(
@@ -248,14 +280,19 @@ Global___StartRank: _TypeAlias = StartRank  # noqa: Y015
 
 @_typing.final
 class RankStarted(_message.Message):
+    """The process runs."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Which one."""
     rank: _builtins.int
+    """Of the whole instance, from 0."""
     pid: _builtins.int
+    """On the member's host."""
     def __init__(
         self,
         *,
@@ -273,6 +310,8 @@ Global___RankStarted: _TypeAlias = RankStarted  # noqa: Y015
 
 @_typing.final
 class RankExited(_message.Message):
+    """The process ended, or could not be started."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -281,7 +320,9 @@ class RankExited(_message.Message):
     KILLED_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Which one."""
     rank: _builtins.int
+    """Of the whole instance, from 0."""
     status: _builtins.str
     """How, in words."""
     killed: _builtins.bool
@@ -315,6 +356,7 @@ class EndEpoch(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Which one."""
     def __init__(
         self,
         *,
@@ -330,10 +372,13 @@ Global___EndEpoch: _TypeAlias = EndEpoch  # noqa: Y015
 
 @_typing.final
 class Reaped(_message.Message):
+    """No rank of the epoch is alive at this member."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Which one."""
     def __init__(
         self,
         *,
@@ -355,6 +400,7 @@ class Leaving(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """For people."""
     def __init__(
         self,
         *,
