@@ -74,7 +74,6 @@ class Gatekeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
-        self.fd = int(self.socket.getsockopt(zmq.FD))
         self.refused = 0
         self._ranks = {z85.decode(key): rank for rank, key in enumerate(ranks)}
 
