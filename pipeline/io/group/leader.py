@@ -94,10 +94,10 @@ class Group(group_pb2_grpc.GroupServicer):
         self._muster.ended(time.monotonic())
 
     def epoch_floor(self) -> int:
-        return self._muster.epoch_floor()
+        return self._muster.last_epoch
 
     def of_ranks(self, epoch: int) -> list[Host]:
-        self._muster.start(epoch)
+        self._muster.start(epoch, time.monotonic())
         members = {index: attendant.member for index, attendant in self._attendants.items()}
         hosts = {index: Host(member.address, member.run_dir, member.model) for index, member in members.items()}
         return [hosts[place] if place else self._host for place in self._places]

@@ -34,6 +34,7 @@ _WELCOME_PATIENCE_S = 10.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 2.0
 _LEAVE_GRACE_S = 10.0  # beyond the drain: for the leader to end the epoch
 _OUTBOX = 1024
+_CLOCK = time.CLOCK_BOOTTIME  # also while the host is suspended
 _FINAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -100,7 +101,7 @@ class Member:
             self._sent.clear()
             while not self._outbox.empty():  # of the stream before
                 self._outbox.get_nowait()
-            since = time.monotonic()
+            since = time.clock_gettime(_CLOCK)
             welcome = await _welcome(call, hello)
             self._lease_ends = since + welcome.lease
             log.info("[%s] %s of the leader at %s", self._config.instance, self.name, self._config.leader)
@@ -183,8 +184,8 @@ class Member:
             self._outbox.task_done()
 
     async def _beat(self, period: float) -> str:
-        number, due = 0, time.monotonic()
-        while (now := time.monotonic()) < self._lease_ends:
+        number, due = 0, time.clock_gettime(_CLOCK)
+        while (now := time.clock_gettime(_CLOCK)) < self._lease_ends:
             if now >= due:
                 number, due = number + 1, now + period
                 self._sent[number] = now
