@@ -12,7 +12,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 PROTOCOL_VERSION = 1
-MARGIN_S = 1.5  # on top of the lease: a killed process's end, and a rank's look at its timers once a second
+MARGIN_S = 3.0  # on top of the lease: a look at timers once a second, a last flight recording, a killed process's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Seat:
 
     member: Member | None = None  # who has it
     absent: str = "has not joined yet"  # else, why not, for people
-    unproven: bool = True  # ranks of an earlier epoch may be alive there
+    dead: int = 0  # the last epoch whose ranks in this place are known to be dead; 0: none
 
 
 @dataclass(slots=True)
@@ -93,12 +93,14 @@ class Muster:
 
     size: int
     lease: float
-    last_epoch: int  # the last one that the leader's run folder remembers; 0: none
+    own_epoch: int  # the last one that the leader's run folder remembers; 0: none
+    last_epoch: int = 0  # the last one that anybody remembers
     seats: dict[int, Seat] = field(default_factory=dict)
-    fenced_at: float = 0.0
+    fenced_at: float = 0.0  # from when on no rank of an earlier epoch can be alive, whatever is known
 
     def __post_init__(self) -> None:
         self.seats = {index: Seat() for index in range(1, self.size)}
+        self.last_epoch = self.own_epoch
 
     def name(self, index: int) -> str:
         return f"member {index} of {self.size}"
@@ -107,24 +109,22 @@ class Muster:
         seat = self.seats[member.index]
         assert seat.member is None, "a place has one owner"
         seat.member, seat.absent = member, ""
-        # It holds the run folder in which the last ranks of this place lived, so they are dead.
-        if 0 < self.last_epoch <= member.last_epoch:
-            seat.unproven = False
+        # It holds the run folder in which the ranks of that epoch lived in this place, so they are dead.
+        seat.dead = max(seat.dead, member.last_epoch)
+        self.last_epoch = max(self.last_epoch, member.last_epoch)
 
     def leave(self, index: int, why: str) -> None:
         """It is gone, or about to go: nothing more is started there."""
         self.seats[index].member, self.seats[index].absent = None, why
 
-    def start(self, epoch: int) -> None:
+    def start(self, epoch: int, now: float) -> None:
         """Ranks are about to be started everywhere."""
-        assert all(seat.member and not seat.unproven for seat in self.seats.values()) and epoch > self.last_epoch
-        self.last_epoch = epoch
-        for seat in self.seats.values():
-            seat.unproven = True
+        assert not self.waiting(now) and epoch > self.last_epoch
+        self.own_epoch = self.last_epoch = epoch
 
     def reaped(self, index: int, epoch: int) -> None:
-        if epoch == self.last_epoch:
-            self.seats[index].unproven = False
+        """Its member says so."""
+        self.seats[index].dead = max(self.seats[index].dead, epoch)
 
     def ended(self, now: float) -> None:
         """The leader's own ranks are dead. From here on counts what bounds the life of those that are out of reach:
@@ -133,18 +133,13 @@ class Muster:
 
     def waiting(self, now: float) -> str:
         """What the next epoch waits for, for people; empty: it may start."""
-        if now >= self.fenced_at:
-            for seat in self.seats.values():
-                seat.unproven = False
         missing = [f"{self.name(index)}, which {seat.absent}" for index, seat in self.seats.items() if not seat.member]
         if missing:
             return "waiting for " + ", and for ".join(missing)
-        unproven = [self.name(index) for index, seat in self.seats.items() if seat.unproven]
-        if unproven:
+        # A leader that has forgotten the last epoch cannot know who had which place in it.
+        knows = 0 < self.own_epoch == self.last_epoch
+        unproven = [self.name(i) for i, seat in self.seats.items() if not knows or seat.dead < self.own_epoch]
+        if unproven and now < self.fenced_at:
             bound = self.lease + MARGIN_S
             return f"waiting up to {bound:g} s until no earlier rank of {', '.join(unproven)} can be alive any more"
         return ""
-
-    def epoch_floor(self) -> int:
-        remembered = [seat.member.last_epoch for seat in self.seats.values() if seat.member]
-        return max([self.last_epoch, *remembered])

@@ -65,8 +65,10 @@ class ControlSocket:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(f"the control channel cannot listen on {endpoint}: {error}") from error
+        self._gate_fd = -1
         if self._gatekeeper is not None:
-            self._loop.add_reader(self._gatekeeper.fd, self._gatekeeper.answer)
+            self._gate_fd = int(self._gatekeeper.socket.getsockopt(zmq.FD))
+            self._loop.add_reader(self._gate_fd, self._gatekeeper.answer)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._drain)
         self._closed = False
@@ -95,8 +97,8 @@ class ControlSocket:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
-            if self._gatekeeper is not None:
-                self._loop.remove_reader(self._gatekeeper.fd)
+            if self._gate_fd >= 0:
+                self._loop.remove_reader(self._gate_fd)
             self._context.destroy(linger=0)
 
     def _drain(self, reschedule: bool = True) -> bool:

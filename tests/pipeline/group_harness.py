@@ -12,6 +12,7 @@ import psutil
 from tests.pipeline.daemon_harness import Daemon, eventually
 
 LEASE_S = 2.0  # ring_timeout; short, so that what waits for it is not long
+REMEMBERED = 7  # the epoch that run folders remember in which the group is said to have run before
 
 
 def free_port() -> int:
@@ -32,11 +33,21 @@ class ScriptedGroup:
         }  # fmt: skip
         self.daemons: list[Daemon] = []
 
-    def leader(self, folder: str = "leader", **config: Any) -> Daemon:
-        return self._start(folder, listen=self.address, **config)
+    def leader(self, folder: str = "", **config: Any) -> Daemon:
+        """In a new `folder`, or in the one that remembers."""
+        self._remember("" if folder else "leader")
+        return self._start(folder or "leader", listen=self.address, **config)
 
     def member(self, index: int = 1, folder: str = "", digest: str = "", **config: Any) -> Daemon:
-        return self._start(folder or f"member{index}", digest, group_index=index, leader=self.address, **config)
+        name = f"member{index}"
+        self._remember("" if folder else name)
+        return self._start(folder or name, digest, group_index=index, leader=self.address, **config)
+
+    def _remember(self, folder: str) -> None:
+        run = self.folder / folder / "run"
+        if folder and not run.exists():
+            run.mkdir(mode=0o700, parents=True)
+            (run / "epoch").write_text(f"{REMEMBERED}\n")
 
     def _start(self, folder: str, digest: str = "", **config: Any) -> Daemon:
         place = self.folder / folder

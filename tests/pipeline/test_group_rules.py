@@ -65,16 +65,16 @@ class Clock:
 
     def run_epoch(self, epoch: int) -> None:
         assert self.waiting() == ""
-        self.muster.start(epoch)
+        self.muster.start(epoch, self.now)
 
 
 def test_a_leader_without_memory_waits_until_no_rank_of_its_predecessor_can_be_alive() -> None:
     group = Clock()
     assert group.waiting() == "waiting for member 1 of 2, which has not joined yet"
-    group.join(last_epoch=7)
+    group.join(last_epoch=7)  # perhaps another host had its place in epoch 8
     assert "no earlier rank of member 1 of 2 can be alive any more" in group.waiting()
     group.now += LEASE + MARGIN_S
-    assert group.waiting() == "" and group.muster.epoch_floor() == 7
+    assert group.waiting() == "" and group.muster.last_epoch == 7
 
 
 def test_a_member_that_owns_the_folder_of_the_last_ranks_is_proof_of_their_death() -> None:
@@ -92,13 +92,24 @@ def test_another_host_in_the_place_of_a_lost_one_proves_nothing() -> None:
     group.muster.ended(group.now)
     assert group.waiting() == "waiting for member 1 of 2, which was lost: its stream was cut"
     group.join(last_epoch=0)
-    assert "waiting up to 9.5 s until no earlier rank of member 1 of 2" in group.waiting()
+    assert "waiting up to 11 s until no earlier rank of member 1 of 2" in group.waiting()
     group.muster.leave(1, "was lost: its stream was cut")
     group.join(last_epoch=7)  # it has seen the epoch before the last, whose ranks may have run elsewhere
     assert "no earlier rank" in group.waiting()
     group.muster.leave(1, "was lost: its stream was cut")
     group.join(last_epoch=8)
     group.run_epoch(9)
+
+
+def test_a_member_that_remembers_more_than_the_leader_voids_what_older_ones_prove() -> None:
+    muster = Muster(3, LEASE, 7)
+    muster.ended(0.0)
+    muster.join(replace(GOOD, last_epoch=7))
+    muster.join(replace(GOOD, index=2, last_epoch=9))
+    assert muster.waiting(1.0).endswith("until no earlier rank of member 1 of 3, member 2 of 3 can be alive any more")
+    assert muster.waiting(LEASE + MARGIN_S) == "" and muster.last_epoch == 9
+    with pytest.raises(AssertionError):
+        muster.start(9, LEASE + MARGIN_S)
 
 
 def test_what_a_member_reaped_is_dead_and_old_news_is_no_proof() -> None:

@@ -35,12 +35,12 @@ class Attendant:
         self.member = member
         self.ranks: dict[int, RemoteRank] = {}  # of the epoch that runs
         self.epoch = 0
-        self.outbox: asyncio.Queue[group_pb2.LeaderMessage | None] = asyncio.Queue(_OUTBOX)
+        self.outbox: asyncio.Queue[group_pb2.AttendResponse | None] = asyncio.Queue(_OUTBOX)
         self._ending = 0  # the epoch that it was told to end
 
     def say(self, **message: Any) -> None:
         try:
-            self.outbox.put_nowait(group_pb2.LeaderMessage(**message))
+            self.outbox.put_nowait(group_pb2.AttendResponse(**message))
         except asyncio.QueueFull:
             log.warning("a message to member %d is lost, it does not read", self.member.index)  # and falls silent
 
@@ -94,10 +94,10 @@ class Group(group_pb2_grpc.GroupServicer):
         self._muster.ended(time.monotonic())
 
     def epoch_floor(self) -> int:
-        return self._muster.epoch_floor()
+        return self._muster.last_epoch
 
     def of_ranks(self, epoch: int) -> list[Host]:
-        self._muster.start(epoch)
+        self._muster.start(epoch, time.monotonic())
         members = {index: attendant.member for index, attendant in self._attendants.items()}
         hosts = {index: Host(member.address, member.run_dir, member.model) for index, member in members.items()}
         return [hosts[place] if place else self._host for place in self._places]
@@ -110,13 +110,13 @@ class Group(group_pb2_grpc.GroupServicer):
 
     # -- for members ---------------------------------------------------------------------------------
 
-    async def Attend(self, request_iterator: AsyncIterator[group_pb2.MemberMessage], context: Any) -> None:  # type: ignore[override]
+    async def Attend(self, request_iterator: AsyncIterator[group_pb2.AttendRequest], context: Any) -> None:  # type: ignore[override]
         attendant = await self._admit(request_iterator, context)
         lease, why = self._muster.lease, "was lost: its stream was cut"
         listening = asyncio.create_task(self._listen(attendant, request_iterator))
         try:
             welcome = group_pb2.Welcome(lease=lease, beat_period=min(1.0, lease / 5))
-            await context.write(group_pb2.LeaderMessage(welcome=welcome))
+            await context.write(group_pb2.AttendResponse(welcome=welcome))
             while (message := await attendant.outbox.get()) is not None:
                 await context.write(message)
             why = await listening
@@ -124,7 +124,7 @@ class Group(group_pb2_grpc.GroupServicer):
             listening.cancel()
             self._lose(attendant, why)
 
-    async def _admit(self, messages: AsyncIterator[group_pb2.MemberMessage], context: Any) -> Attendant:
+    async def _admit(self, messages: AsyncIterator[group_pb2.AttendRequest], context: Any) -> Attendant:
         """Ends the call with a reason if this member cannot join."""
         try:
             async with asyncio.timeout(_HELLO_PATIENCE_S):
@@ -150,7 +150,7 @@ class Group(group_pb2_grpc.GroupServicer):
         )  # fmt: skip
         return attendant
 
-    async def _listen(self, attendant: Attendant, messages: AsyncIterator[group_pb2.MemberMessage]) -> str:
+    async def _listen(self, attendant: Attendant, messages: AsyncIterator[group_pb2.AttendRequest]) -> str:
         """Takes in what a member says until it ends or falls silent; returns what became of the member."""
         lease = self._muster.lease
         try:
@@ -167,7 +167,7 @@ class Group(group_pb2_grpc.GroupServicer):
                 attendant.outbox.get_nowait()
             attendant.outbox.put_nowait(None)
 
-    def _take(self, attendant: Attendant, message: group_pb2.MemberMessage) -> None:
+    def _take(self, attendant: Attendant, message: group_pb2.AttendRequest) -> None:
         match message.WhichOneof("message"):
             case "beat":
                 attendant.say(beat=message.beat)

@@ -36,6 +36,7 @@ _WELCOME_PATIENCE_S = 10.0
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 2.0
 _LEAVE_GRACE_S = 10.0  # beyond the drain: for the leader to end the epoch
 _OUTBOX = 1024
+_CLOCK = time.CLOCK_BOOTTIME  # also while the host is suspended
 _FINAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
 
 
@@ -55,7 +56,7 @@ class Member:
         self._secrets = secrets
         self._config, self._terms, self._folder, self._health = config, terms_of(config, facts), folder, health
         self.name = f"member {config.group_index} of {config.group_size}"
-        self._outbox: asyncio.Queue[group_pb2.MemberMessage] = asyncio.Queue(_OUTBOX)
+        self._outbox: asyncio.Queue[group_pb2.AttendRequest] = asyncio.Queue(_OUTBOX)
         self._ranks = MemberRanks(config.instance, config.rank_module, config.secrets, folder, self._say)
         self._sent: dict[int, float] = {}  # beats that were not answered yet
         self._lease_ends = 0.0
@@ -69,7 +70,7 @@ class Member:
             return
         self._leaving = reason
         log.info("asking the leader to end the epoch: %s", reason)
-        self._say(group_pb2.MemberMessage(leaving=group_pb2.Leaving(reason=reason)))
+        self._say(group_pb2.AttendRequest(leaving=group_pb2.Leaving(reason=reason)))
         asyncio.get_running_loop().call_later(self._config.drain_timeout + _LEAVE_GRACE_S, self._quit.set)
 
     async def run(self) -> int:
@@ -105,7 +106,7 @@ class Member:
             self._sent.clear()
             while not self._outbox.empty():  # of the stream before
                 self._outbox.get_nowait()
-            since = time.monotonic()
+            since = time.clock_gettime(_CLOCK)
             welcome = await _welcome(call, hello)
             self._lease_ends = since + welcome.lease
             log.info("[%s] %s of the leader at %s", self._config.instance, self.name, self._config.leader)
@@ -125,12 +126,12 @@ class Member:
             await self._ranks.end()
             await channel.close()
 
-    def _hello(self) -> group_pb2.MemberMessage:
+    def _hello(self) -> group_pb2.AttendRequest:
         config, terms = self._config, self._terms
         leader_host, _ = split_host_port(config.leader)
         address = numeric_host(config.advertise) if config.advertise else source_towards(leader_host)
         here = this_host(address, self._folder.path, config.model)
-        return group_pb2.MemberMessage(
+        return group_pb2.AttendRequest(
             hello=group_pb2.Hello(
                 protocol_version=terms.protocol_version,
                 release=terms.release,
@@ -150,7 +151,7 @@ class Member:
             )
         )
 
-    def _say(self, message: group_pb2.MemberMessage) -> None:
+    def _say(self, message: group_pb2.AttendRequest) -> None:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
@@ -173,7 +174,7 @@ class Member:
                     self._ranks.start(message.start)
                 case "end":
                     await self._ranks.end()
-                    self._say(group_pb2.MemberMessage(reaped=group_pb2.Reaped(epoch=message.end.epoch)))
+                    self._say(group_pb2.AttendRequest(reaped=group_pb2.Reaped(epoch=message.end.epoch)))
                     if self._leaving:
                         await self._outbox.join()
                         self._quit.set()
@@ -188,12 +189,12 @@ class Member:
             self._outbox.task_done()
 
     async def _beat(self, period: float) -> str:
-        number, due = 0, time.monotonic()
-        while (now := time.monotonic()) < self._lease_ends:
+        number, due = 0, time.clock_gettime(_CLOCK)
+        while (now := time.clock_gettime(_CLOCK)) < self._lease_ends:
             if now >= due:
                 number, due = number + 1, now + period
                 self._sent[number] = now
-                self._say(group_pb2.MemberMessage(beat=group_pb2.Beat(number=number)))
+                self._say(group_pb2.AttendRequest(beat=group_pb2.Beat(number=number)))
             await asyncio.sleep(max(0.0, min(due, self._lease_ends) - now))
         return "its answers to our beats did not come in time; it may have given us up"
 
@@ -202,7 +203,7 @@ class Member:
         return self._leaving or "told to stop"
 
 
-async def _welcome(call: grpc.aio.StreamStreamCall, hello: group_pb2.MemberMessage) -> group_pb2.Welcome:
+async def _welcome(call: grpc.aio.StreamStreamCall, hello: group_pb2.AttendRequest) -> group_pb2.Welcome:
     """Raises `Refused` or `OutOfReach`."""
     try:
         async with asyncio.timeout(_WELCOME_PATIENCE_S):

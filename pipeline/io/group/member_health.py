@@ -1,6 +1,6 @@
 """What a member answers to those who look after processes: the standard gRPC health service, and nothing else.
 
-In: whether it belongs to a leader's group. Out: SERVING exactly while it does.
+In: whether it belongs to a leader's group. Out: SERVING exactly while it does; for the name "live" always.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class MemberHealth:
     async def start(self, listen: str) -> int:
         """Returns the port. Raises `BadAddress` if it cannot be bound."""
         await self.show(False)
+        # A kubelet's liveness probe asks for this name: to wait for a leader is no reason to be killed.
+        await self._health.set("live", health_pb2.HealthCheckResponse.SERVING)
         port = bind_or_say(self._server, listen, self._secrets)
         await self._server.start()
         return port

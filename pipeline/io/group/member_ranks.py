@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _REAP_PATIENCE_S = 60.0
 
-Say = Callable[[group_pb2.MemberMessage], None]
+Say = Callable[[group_pb2.AttendRequest], None]
 
 
 class Unkillable(Exception):
@@ -49,13 +49,13 @@ class MemberRanks:
         except (ValueError, OSError, RunFolderError) as error:
             log.error("rank %d cannot be started: %s", wanted.rank, error)
             status = f"could not be started: {error}"
-            self._say(group_pb2.MemberMessage(
+            self._say(group_pb2.AttendRequest(
                 exited=group_pb2.RankExited(epoch=wanted.epoch, rank=wanted.rank, status=status)
             ))  # fmt: skip
             return
         self._children[config.rank] = child
         started = group_pb2.RankStarted(epoch=self._epoch, rank=config.rank, pid=child.pid)
-        self._say(group_pb2.MemberMessage(started=started))
+        self._say(group_pb2.AttendRequest(started=started))
 
     def _check(self, wanted: group_pb2.StartRank, config: RankConfig) -> None:
         if (config.epoch, config.rank) != (wanted.epoch, wanted.rank) or config.instance != self._instance:
@@ -82,7 +82,7 @@ class MemberRanks:
 
     def _on_exit(self, rank: int) -> None:
         child = self._children[rank]
-        self._say(group_pb2.MemberMessage(exited=group_pb2.RankExited(
+        self._say(group_pb2.AttendRequest(exited=group_pb2.RankExited(
             epoch=self._epoch, rank=rank, status=child.exit_status(), killed=child.was_killed(),
             last_lines=list(child.last_lines),
         )))  # fmt: skip

@@ -24,35 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/group.proto\x12\x0bpaceline.v1\"\x8a\x02\n\rMemberMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.paceline.v1.HelloH\x00\x12!\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x11.paceline.v1.BeatH\x00\x12+\n\x07started\x18\x03 \x01(\x0b\x32\x18.paceline.v1.RankStartedH\x00\x12)\n\x06\x65xited\x18\x04 \x01(\x0b\x32\x17.paceline.v1.RankExitedH\x00\x12%\n\x06reaped\x18\x05 \x01(\x0b\x32\x13.paceline.v1.ReapedH\x00\x12\'\n\x07leaving\x18\x06 \x01(\x0b\x32\x14.paceline.v1.LeavingH\x00\x42\t\n\x07message\"\xb5\x01\n\rLeaderMessage\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.paceline.v1.WelcomeH\x00\x12!\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x11.paceline.v1.BeatH\x00\x12\'\n\x05start\x18\x03 \x01(\x0b\x32\x16.paceline.v1.StartRankH\x00\x12$\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x15.paceline.v1.EndEpochH\x00\x42\t\n\x07message\"\x9e\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\r\n\x05index\x18\x06 \x01(\r\x12\x0f\n\x07pp_size\x18\x07 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x12\x0f\n\x07run_dir\x18\n \x01(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12\x12\n\nlast_epoch\x18\x0c \x01(\x04\x12\x11\n\thost_name\x18\r \x01(\t\x12\x12\n\nprocessors\x18\x0e \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x0f \x01(\x04\"-\n\x07Welcome\x12\r\n\x05lease\x18\x01 \x01(\x01\x12\x13\n\x0b\x62\x65\x61t_period\x18\x02 \x01(\x01\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\x04\"8\n\tStartRank\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\"7\n\x0bRankStarted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\r\"]\n\nRankExited\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x0e\n\x06killed\x18\x04 \x01(\x08\x12\x12\n\nlast_lines\x18\x05 \x03(\t\"\x19\n\x08\x45ndEpoch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x17\n\x06Reaped\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x19\n\x07Leaving\x12\x0e\n\x06reason\x18\x01 \x01(\t2M\n\x05Group\x12\x44\n\x06\x41ttend\x12\x1a.paceline.v1.MemberMessage\x1a\x1a.paceline.v1.LeaderMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/group.proto\x12\x0bpaceline.v1\"\x8a\x02\n\rAttendRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.paceline.v1.HelloH\x00\x12!\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x11.paceline.v1.BeatH\x00\x12+\n\x07started\x18\x03 \x01(\x0b\x32\x18.paceline.v1.RankStartedH\x00\x12)\n\x06\x65xited\x18\x04 \x01(\x0b\x32\x17.paceline.v1.RankExitedH\x00\x12%\n\x06reaped\x18\x05 \x01(\x0b\x32\x13.paceline.v1.ReapedH\x00\x12\'\n\x07leaving\x18\x06 \x01(\x0b\x32\x14.paceline.v1.LeavingH\x00\x42\t\n\x07message\"\xb6\x01\n\x0e\x41ttendResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.paceline.v1.WelcomeH\x00\x12!\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x11.paceline.v1.BeatH\x00\x12\'\n\x05start\x18\x03 \x01(\x0b\x32\x16.paceline.v1.StartRankH\x00\x12$\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x15.paceline.v1.EndEpochH\x00\x42\t\n\x07message\"\x9e\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07release\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\r\n\x05index\x18\x06 \x01(\r\x12\x0f\n\x07pp_size\x18\x07 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x12\x0f\n\x07run_dir\x18\n \x01(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12\x12\n\nlast_epoch\x18\x0c \x01(\x04\x12\x11\n\thost_name\x18\r \x01(\t\x12\x12\n\nprocessors\x18\x0e \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x0f \x01(\x04\"-\n\x07Welcome\x12\r\n\x05lease\x18\x01 \x01(\x01\x12\x13\n\x0b\x62\x65\x61t_period\x18\x02 \x01(\x01\"\x16\n\x04\x42\x65\x61t\x12\x0e\n\x06number\x18\x01 \x01(\x04\"8\n\tStartRank\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\"7\n\x0bRankStarted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\r\"]\n\nRankExited\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x0e\n\x06killed\x18\x04 \x01(\x08\x12\x12\n\nlast_lines\x18\x05 \x03(\t\"\x19\n\x08\x45ndEpoch\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x17\n\x06Reaped\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x19\n\x07Leaving\x12\x0e\n\x06reason\x18\x01 \x01(\t2N\n\x05Group\x12\x45\n\x06\x41ttend\x12\x1a.paceline.v1.AttendRequest\x1a\x1b.paceline.v1.AttendResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.group_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMBERMESSAGE']._serialized_start=41
-  _globals['_MEMBERMESSAGE']._serialized_end=307
-  _globals['_LEADERMESSAGE']._serialized_start=310
-  _globals['_LEADERMESSAGE']._serialized_end=491
-  _globals['_HELLO']._serialized_start=494
-  _globals['_HELLO']._serialized_end=780
-  _globals['_WELCOME']._serialized_start=782
-  _globals['_WELCOME']._serialized_end=827
-  _globals['_BEAT']._serialized_start=829
-  _globals['_BEAT']._serialized_end=851
-  _globals['_STARTRANK']._serialized_start=853
-  _globals['_STARTRANK']._serialized_end=909
-  _globals['_RANKSTARTED']._serialized_start=911
-  _globals['_RANKSTARTED']._serialized_end=966
-  _globals['_RANKEXITED']._serialized_start=968
-  _globals['_RANKEXITED']._serialized_end=1061
-  _globals['_ENDEPOCH']._serialized_start=1063
-  _globals['_ENDEPOCH']._serialized_end=1088
-  _globals['_REAPED']._serialized_start=1090
-  _globals['_REAPED']._serialized_end=1113
-  _globals['_LEAVING']._serialized_start=1115
-  _globals['_LEAVING']._serialized_end=1140
-  _globals['_GROUP']._serialized_start=1142
-  _globals['_GROUP']._serialized_end=1219
+  _globals['_ATTENDREQUEST']._serialized_start=41
+  _globals['_ATTENDREQUEST']._serialized_end=307
+  _globals['_ATTENDRESPONSE']._serialized_start=310
+  _globals['_ATTENDRESPONSE']._serialized_end=492
+  _globals['_HELLO']._serialized_start=495
+  _globals['_HELLO']._serialized_end=781
+  _globals['_WELCOME']._serialized_start=783
+  _globals['_WELCOME']._serialized_end=828
+  _globals['_BEAT']._serialized_start=830
+  _globals['_BEAT']._serialized_end=852
+  _globals['_STARTRANK']._serialized_start=854
+  _globals['_STARTRANK']._serialized_end=910
+  _globals['_RANKSTARTED']._serialized_start=912
+  _globals['_RANKSTARTED']._serialized_end=967
+  _globals['_RANKEXITED']._serialized_start=969
+  _globals['_RANKEXITED']._serialized_end=1062
+  _globals['_ENDEPOCH']._serialized_start=1064
+  _globals['_ENDEPOCH']._serialized_end=1089
+  _globals['_REAPED']._serialized_start=1091
+  _globals['_REAPED']._serialized_end=1114
+  _globals['_LEAVING']._serialized_start=1116
+  _globals['_LEAVING']._serialized_end=1141
+  _globals['_GROUP']._serialized_start=1143
+  _globals['_GROUP']._serialized_end=1221
 # @@protoc_insertion_point(module_scope)

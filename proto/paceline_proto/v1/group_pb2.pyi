@@ -19,7 +19,7 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class MemberMessage(_message.Message):
+class AttendRequest(_message.Message):
     """From a member to its leader."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -72,10 +72,10 @@ class MemberMessage(_message.Message):
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___MemberMessage: _TypeAlias = MemberMessage  # noqa: Y015
+Global___AttendRequest: _TypeAlias = AttendRequest  # noqa: Y015
 
 @_typing.final
-class LeaderMessage(_message.Message):
+class AttendResponse(_message.Message):
     """From a leader to one of its members."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -116,7 +116,7 @@ class LeaderMessage(_message.Message):
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___LeaderMessage: _TypeAlias = LeaderMessage  # noqa: Y015
+Global___AttendResponse: _TypeAlias = AttendResponse  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

@@ -38,8 +38,8 @@ class GroupStub:
         """
         self.Attend = channel.stream_stream(
                 '/paceline.v1.Group/Attend',
-                request_serializer=paceline_dot_v1_dot_group__pb2.MemberMessage.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_group__pb2.LeaderMessage.FromString,
+                request_serializer=paceline_dot_v1_dot_group__pb2.AttendRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_group__pb2.AttendResponse.FromString,
                 _registered_method=True)
 
 
@@ -62,8 +62,8 @@ def add_GroupServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attend': grpc.stream_stream_rpc_method_handler(
                     servicer.Attend,
-                    request_deserializer=paceline_dot_v1_dot_group__pb2.MemberMessage.FromString,
-                    response_serializer=paceline_dot_v1_dot_group__pb2.LeaderMessage.SerializeToString,
+                    request_deserializer=paceline_dot_v1_dot_group__pb2.AttendRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_group__pb2.AttendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,8 +93,8 @@ class Group:
             request_iterator,
             target,
             '/paceline.v1.Group/Attend',
-            paceline_dot_v1_dot_group__pb2.MemberMessage.SerializeToString,
-            paceline_dot_v1_dot_group__pb2.LeaderMessage.FromString,
+            paceline_dot_v1_dot_group__pb2.AttendRequest.SerializeToString,
+            paceline_dot_v1_dot_group__pb2.AttendResponse.FromString,
             options,
             channel_credentials,
             insecure,

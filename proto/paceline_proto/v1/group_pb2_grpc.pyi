@@ -35,7 +35,7 @@ class GroupStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GroupAsyncStub: ...
-    Attend: _grpc.StreamStreamMultiCallable[_group_pb2.MemberMessage, _group_pb2.LeaderMessage]
+    Attend: _grpc.StreamStreamMultiCallable[_group_pb2.AttendRequest, _group_pb2.AttendResponse]
     """One stream per member, for as long as it belongs to the group. The member's first message is `Hello`, the leader's first
     is `Welcome`; a refusal is the status FAILED_PRECONDITION, whose text says what differs, or ALREADY_EXISTS while another
     process still has this place. When the stream ends, however it ends, the member kills and reaps its ranks at once.
@@ -48,7 +48,7 @@ class GroupAsyncStub(GroupStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Attend: _aio.StreamStreamMultiCallable[_group_pb2.MemberMessage, _group_pb2.LeaderMessage]  # type: ignore[assignment]
+    Attend: _aio.StreamStreamMultiCallable[_group_pb2.AttendRequest, _group_pb2.AttendResponse]  # type: ignore[assignment]
     """One stream per member, for as long as it belongs to the group. The member's first message is `Hello`, the leader's first
     is `Welcome`; a refusal is the status FAILED_PRECONDITION, whose text says what differs, or ALREADY_EXISTS while another
     process still has this place. When the stream ends, however it ends, the member kills and reaps its ranks at once.
@@ -62,9 +62,9 @@ class GroupServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Attend(
         self,
-        request_iterator: _MaybeAsyncIterator[_group_pb2.MemberMessage],
+        request_iterator: _MaybeAsyncIterator[_group_pb2.AttendRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_group_pb2.LeaderMessage], _abc.AsyncIterator[_group_pb2.LeaderMessage]]:
+    ) -> _typing.Union[_abc.Iterator[_group_pb2.AttendResponse], _abc.AsyncIterator[_group_pb2.AttendResponse]]:
         """One stream per member, for as long as it belongs to the group. The member's first message is `Hello`, the leader's first
         is `Welcome`; a refusal is the status FAILED_PRECONDITION, whose text says what differs, or ALREADY_EXISTS while another
         process still has this place. When the stream ends, however it ends, the member kills and reaps its ranks at once.
