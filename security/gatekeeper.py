@@ -21,7 +21,6 @@ class Gatekeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ENDPOINT)
-        self.fd = int(self.socket.getsockopt(zmq.FD))  # edge-triggered: readable when `answer` is due
         self.refused = 0
         self._known = {z85.decode(key): index for index, key in enumerate(known)}
 

@@ -14,7 +14,8 @@ import zmq
 from pipeline.io import control
 from pipeline.io.control_socket import ControlSocket, Lock
 from pipeline.io.hidden import HiddenLost, HiddenReceiver, HiddenSender
-from pipeline.io.zap import Gatekeeper, RingKeys, make_keys
+from pipeline.io.zap import RingKeys, make_keys
+from security.gatekeeper import Gatekeeper
 from tests.pipeline.group_harness import free_port
 
 ALIVE = msgspec.msgpack.encode(control.Alive(1))

@@ -219,7 +219,7 @@ def with_member(tmp_path: Path, leader: PlayedLeader, scenario: Callable[[Daemon
             config = config_of(tmp_path, group_index=1, leader=address)
             folder = RunFolder(config.run_dir)
             folder.take()
-            member = asyncio.create_task(Member(config, FACTS, folder, MemberHealth()).run())
+            member = asyncio.create_task(Member(config, FACTS, None, folder, MemberHealth(None)).run())
             try:
                 await scenario(config)
             finally:
