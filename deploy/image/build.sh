@@ -39,7 +39,7 @@ if ! command -v buildah >/dev/null || ! command -v debootstrap >/dev/null; then
 fi
 
 # Named by what it is made of, so a changed list makes a new one.
-BASE=localhost/paceline-base:$SUITE-$(cat deploy/image/packages.txt deploy/image/build.sh | sha256sum | cut -c1-12)
+BASE=localhost/paceline-base:$SUITE-$(sha256sum deploy/image/packages.txt | cut -c1-12)
 if ! buildah inspect --type image "$BASE" >/dev/null 2>&1; then
     # shellcheck disable=SC2016 # apt expands it
     mirror=$(apt-get indextargets --format '$(REPO_URI)' "Codename: $SUITE" "Created-By: Packages" | head -n 1)
@@ -58,7 +58,9 @@ if ! buildah inspect --type image "$BASE" >/dev/null 2>&1; then
 fi
 
 arguments=() volumes=()
-setting() { python3 -m pip config get "global.$1" 2>/dev/null || true; }
+pip=(python3 -m pip)
+[[ ! -x .venv/bin/pip ]] || pip=(.venv/bin/pip)
+setting() { "${pip[@]}" config get "global.$1" 2>/dev/null || true; }
 hand_on() { # NAME VALUE: a build argument, and a mount for each local folder that it names
     [[ -n $2 ]] || return 0
     arguments+=(--build-arg "$1=$2")

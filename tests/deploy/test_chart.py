@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gateway.instances import Fleet
 from gateway.metrics import Metrics
@@ -253,16 +255,15 @@ def test_whoever_scales_owns_the_number_of_groups(rendered: Rendered, helm: Path
     assert of(objects, "HorizontalPodAutoscaler", "-decode")["spec"]["scaleTargetRef"]["kind"] == "StatefulSet"
 
 
-def test_the_dashboard_of_the_repository_is_the_charts(rendered: Rendered) -> None:
-    """It is made elsewhere; until it is there, the chart does without."""
-    dashboard = ROOT / "deploy" / "dashboards" / "paceline.json"
-    found = [t for t in rendered["monitored-and-scaled"] if t["kind"] == "ConfigMap"]
-    if dashboard.exists():
-        link = "ln -s ../../../dashboards/paceline.json deploy/helm/paceline/dashboards/paceline.json"
-        assert found, f"the chart does not see the dashboard: mkdir deploy/helm/paceline/dashboards; {link}"
-        assert found[0]["data"]["paceline.json"].split() == dashboard.read_text().split()
-    else:
-        assert found == []
+def test_the_dashboard_and_the_alerts_of_the_repository_are_the_charts(rendered: Rendered) -> None:
+    """They are made elsewhere and seen through a link; a checkout without them has a chart without them."""
+    dashboard, alerts = (ROOT / "deploy" / "dashboards" / name for name in ("paceline.json", "alerts.yaml"))
+    objects = rendered["monitored-and-scaled"]
+    maps = [thing["data"]["paceline.json"].split() for thing in objects if thing["kind"] == "ConfigMap"]
+    link = "ln -s ../../dashboards deploy/helm/paceline/dashboards"
+    assert maps == ([dashboard.read_text().split()] if dashboard.exists() else []), link
+    *shared, _own = of(objects, "PrometheusRule", "")["spec"]["groups"]
+    assert shared == (yaml.safe_load(alerts.read_text())["groups"] if alerts.exists() else []), link
 
 
 # Options that the chart uses and this command does not have yet.
@@ -294,7 +295,7 @@ def test_the_command_takes_every_option_that_the_chart_sets(
 def test_alerts_point_to_what_the_docs_say(rendered: Rendered) -> None:
     docs = (ROOT / "docs" / "kubernetes.md").read_text()
     (rules,) = (t for t in rendered["monitored-and-scaled"] if t["kind"] == "PrometheusRule")
-    for rule in rules["spec"]["groups"][0]["rules"]:
+    for rule in rules["spec"]["groups"][-1]["rules"]:
         place = rule["annotations"]["runbook"].split('"')[1]
         assert f"**{place}**" in docs or f"## {place}" in docs
 
@@ -302,6 +303,9 @@ def test_alerts_point_to_what_the_docs_say(rendered: Rendered) -> None:
 def test_alerts_and_scaling_ask_for_metrics_that_there_are(rendered: Rendered) -> None:
     types = [line.split()[2:] for line in Metrics().render(Fleet()).decode().splitlines() if line.startswith("# TYPE")]
     known = {name + ("_bucket" if kind == "histogram" else "") for name, kind in types}
-    text = identity({"all": rendered["monitored-and-scaled"]})
-    asked = {word for word in text.replace("{", " ").replace("(", " ").split() if word.startswith("paceline_gateway_")}
+    objects = rendered["monitored-and-scaled"]
+    own = of(objects, "PrometheusRule", "")["spec"]["groups"][-1]
+    asked = set(
+        re.findall(r"paceline_gateway_\w+", identity({"own": own, "scaled": of(objects, "ScaledObject", "-decode")}))
+    )
     assert len(asked) >= 5 and asked <= known
