@@ -48,6 +48,7 @@ class Stream:
         self.key = key
         self.overflowed = False
         self.buffer = buffer
+        self.first_stages: Stages = ()  # up to the first token
         self.stages: Stages = ()  # as far as rank 0 has told
         self._runs: list[TokenRun] = []
         self._outcome: Outcome | None = None
@@ -130,7 +131,7 @@ class Attempts:
             return
         stream = self._open[message.key]
         if stream is not None and message.stages:
-            stream.stages = message.stages
+            stream.first_stages = stream.stages = message.stages
         if stream is not None and not stream.push(message.position, message.tokens):
             self._cancel_once(message.key, f"the reader is more than {stream.buffer} tokens behind")
 

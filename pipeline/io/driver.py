@@ -236,7 +236,7 @@ class Driver:
                 continue
             self._last_entry = time.monotonic()
             effects = self._core.on_entry(frame.entry, frame.trailer)
-            if self._core.cursor.applied == frame.entry.seq:  # not one of another epoch
+            if frame.entry.epoch == self._config.epoch:
                 self._watch.applied(self._core.recorder.latest)
             self._perform(effects)
 

@@ -96,13 +96,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 event = Outcome(kinds.ERROR, f"rank 0 gave no outcome within {patience:g} s", 0, retryable=True)
             if stream.overflowed:
                 raise _SlowReader(f"the reader was more than {stream.buffer} tokens behind and was cut off")
+            stages = stream.stages if isinstance(event, Outcome) else () if begun else stream.first_stages
+            message = _on_wire(event, phases(arrived, stages, time.monotonic_ns() // 1000))
+            begun = True
             try:
-                message = _on_wire(event)
-                if isinstance(event, Outcome):
-                    message.outcome.phases.extend(phases(arrived, stream.stages, time.monotonic_ns() // 1000))
-                elif not begun:
-                    message.tokens.phases.extend(phases(arrived, stream.stages, time.monotonic_ns() // 1000))
-                begun = True
                 async with asyncio.timeout(_WRITE_PATIENCE_S):
                     await context.write(message)
             except TimeoutError:
@@ -129,10 +126,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         )
 
 
-def _on_wire(event: TokenRun | Outcome) -> generation_pb2.GenerateResponse:
+def _on_wire(event: TokenRun | Outcome, took: list[generation_pb2.Phase]) -> generation_pb2.GenerateResponse:
     if isinstance(event, TokenRun):
         tokens = [_token(token) for token in event.tokens]
-        return generation_pb2.GenerateResponse(tokens=generation_pb2.TokenChunk(position=event.position, tokens=tokens))
+        chunk = generation_pb2.TokenChunk(position=event.position, tokens=tokens, phases=took)
+        return generation_pb2.GenerateResponse(tokens=chunk)
     return generation_pb2.GenerateResponse(
         outcome=generation_pb2.Outcome(
             kind=_KINDS.get(event.kind, generation_pb2.Outcome.KIND_ERROR),
@@ -141,6 +139,7 @@ def _on_wire(event: TokenRun | Outcome) -> generation_pb2.GenerateResponse:
             retryable=event.retryable,
             hand_over=event.hand_over,
             draining=event.draining,
+            phases=took,
         )
     )
 

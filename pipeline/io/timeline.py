@@ -14,7 +14,7 @@ import msgspec
 
 from pipeline.planner import Batch
 
-KEPT = 8192  # of each kind: minutes of a busy rank
+KEPT = 4096  # of each kind: with the longest request ids a whole timeline fits into a control frame
 
 
 class TickTimes(msgspec.Struct, array_like=True):

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.cluster import Cluster
-from tests.e2e.ttft_client import TtftClient
+from tests.e2e.ttft_client import TtftClient, check_phases
 from tests.paceline.chrome_trace import check_trace
 from tests.telemetry.collector import Collected, Collector, collecting
 
@@ -176,3 +176,7 @@ def test_top_shows_every_rank_once(cluster: Cluster) -> None:
         block = shown[shown.index(f"{instance}   ") :].splitlines()
         assert [line.split()[0] for line in block[2:4]] == ["0", "1"], block
         assert " of " in block[2]
+
+
+def test_phases_of_some_requests_add_up_to_the_measured_ttft(cluster: Cluster) -> None:
+    check_phases(cluster, requests=12, prompt=1500)

@@ -1,13 +1,22 @@
-"""A streaming client that measures its own time to first token: one kept connection, nothing between it and the socket."""
+"""A streaming client that measures its own time to first token, and compares it with what the system tells of it.
+
+One kept connection, and nothing between the client and its socket.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import time
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +53,36 @@ def parse_server_timing(header: str) -> dict[str, float]:
         name, _, milliseconds = part.partition(";dur=")
         parts[name] = parts.get(name, 0.0) + float(milliseconds) / 1000
     return parts
+
+
+def check_phases(cluster: Cluster, requests: int, prompt: int) -> None:
+    """Sums over all requests: what the gateway's metrics explain is what the client measured, within 2 %."""
+    client = TtftClient(cluster.url)
+    ask = {"model": cluster.model, "max_tokens": 4, "min_tokens": 4, "temperature": 0}
+    client.stream(ask | {"prompt": [7] * prompt})  # the two sides meet
+    before = phase_seconds(cluster)
+    prompts = [[(9 * i + j) % 4000 + 5 for j in range(prompt)] for i in range(requests)]
+    streamed = [client.stream(ask | {"prompt": ids}) for ids in prompts]
+    client.close()
+    parts = {name: total - before.get(name, 0.0) for name, total in phase_seconds(cluster).items()}
+    measured, explained = sum(one.first_token_s for one in streamed), sum(parts.values())
+    print(f"measured {measured:.4f} s, explained {explained:.4f} s ({explained / measured:.2%}): {parts}")
+    assert explained == pytest.approx(measured, rel=0.02), (measured, parts)
+    # Every part of a disaggregated request is there, on both sides of the wire.
+    wanted = "parse route network prefill_queue prefill_bootstrap prefill_forward prefill_reply deliver".split()
+    assert all(parts[part] > 0 for part in wanted), parts
+    # The response itself says the same, but for its own delivery.
+    told = sum(sum(one.parts.values()) for one in streamed)
+    assert told == pytest.approx(explained - parts["deliver"], rel=0.001)
+
+
+def phase_seconds(cluster: Cluster) -> dict[str, float]:
+    """Sum of each part over all requests so far, from the gateway's metrics."""
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        sample.labels["phase"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "paceline_gateway_phase_seconds_sum"
+    }

@@ -253,6 +253,15 @@ def test_a_request_that_the_recording_does_not_know_is_said(tmp_path: Path, caps
     assert capsys.readouterr().err == "nothing touched request r up to seq 0\n"
 
 
+def test_a_timeline_for_nobody_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="timeline needs --out FILE, --summary, or both"):
+        main(["timeline", "--address", "127.0.0.1:1"])
+    with pytest.raises(SystemExit, match="no cluster runs in"):
+        main(["timeline", "--summary", "--run-dir", str(tmp_path)])
+    assert main(["timeline", "--summary", "--address", "127.0.0.1:1", "--timeout", "0.5"]) == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err
+
+
 def test_sizes_addresses_and_layers() -> None:
     assert [parse_size(text) for text in ("4096", "1k", "1.5GiB", "512 MB", "2T")] == [
         4096, 1024, 3 << 29, 512 << 20, 2 << 40,
