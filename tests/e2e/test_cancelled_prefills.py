@@ -1,4 +1,6 @@
-"""G1: ten long prompts cancelled before their first token cost the next request no more than what had begun."""
+"""G1: ten long prompts cancelled before their first token cost the next request no more than what was launched.
+
+Of that, ranks skip what they have not begun (`tests/pipeline/test_core.py`, `test_skipped_ticks.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def ask(cluster: Cluster, prompt: list[int]) -> http.client.HTTPConnection:
     return connection
 
 
-def test_G1_ten_cancelled_long_prompts_leave_only_what_had_begun(tiny: Path) -> None:
+def test_G1_ten_cancelled_long_prompts_leave_only_what_was_launched(tiny: Path) -> None:
     asked, wanted = prompts(tiny), reference(tiny, TOKENS)
     with Cluster("--chunk-size", str(CHUNK), "--ring-timeout", "60", model=tiny, decode_pp=1) as cluster:
         prefill = addresses(cluster, "prefill")["prefill-0"]
@@ -48,7 +50,7 @@ def test_G1_ten_cancelled_long_prompts_leave_only_what_had_begun(tiny: Path) -> 
             return status.ranks[0].counters["prompt_tokens_computed"]
 
         before, attempts = state(), metric(cluster, "attempts_total")
-        # Given ten prompts of 3 000 tokens, the first of them in every slot, and a rank that has not begun these,
+        # Given ten prompts of 3 000 tokens, the first of them in every slot, and a rank that gives none of these back,
         clients = [ask(cluster, asked[-1])]
         until("the first is being computed", lambda: computed(state()) > computed(before))
         os.kill(before.ranks[1].pid, signal.SIGSTOP)
@@ -65,9 +67,8 @@ def test_G1_ten_cancelled_long_prompts_leave_only_what_had_begun(tiny: Path) -> 
             until("rank 0 knows", lambda: (now := state()).open_attempts - now.ranks[0].queues["log_aborts"] <= 1)
         finally:
             os.kill(before.ranks[1].pid, signal.SIGCONT)
-        # then the next request finds no chunk of them in its way but the one that had begun.
+        # then nothing of them is launched any more, and the next request is served.
         assert stream(cluster, asked[SHORT]) == wanted[SHORT]
         after = state()
         assert computed(after) - computed(frozen) == len(asked[SHORT]), "no chunk was launched after the cancel"
-        assert after.ranks[1].counters["ticks_skipped"] >= SLOTS - 1
         cluster.assert_baseline()
