@@ -23,6 +23,12 @@ class Metrics:
         self.requests = Counter(
             name("requests"), "Generation requests by endpoint and outcome", ["endpoint", "outcome"], registry=registry
         )
+        self.refused = Counter(
+            name("refused"),
+            "Requests and connections turned away before they counted, by why",
+            ["why"],
+            registry=registry,
+        )
         self.in_flight = Gauge(name("requests_in_flight"), "Generation requests running now", registry=registry)
         self.first_token = Histogram(
             name("time_to_first_token_seconds"), "Arrival to first token", buckets=_TTFT, registry=registry

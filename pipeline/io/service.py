@@ -7,11 +7,13 @@ SERVING exactly while requests are taken; a second daemon on the same port is an
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
@@ -31,6 +33,7 @@ from pipeline.io.incarnation import RankView
 from pipeline.io.instance_config import model_name
 from pipeline.io.supervisor import Phase, Supervisor
 from security.channels import bind
+from security.noise import count_noise
 from security.secrets import Secrets
 from transfer.messages import PROTOCOL_VERSION
 
@@ -51,6 +54,7 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
         self.address = ""  # known once the server is bound
         self._supervisor = supervisor
         self._max_model_len = max_model_len
+        self._noise = count_noise(logging.getLogger("grpc._cython.cygrpc"), "malformed gRPC messages", (DecodeError,))
 
     async def Describe(self, request: bootstrap_pb2.DescribeRequest, context: Any) -> bootstrap_pb2.DescribeResponse:  # type: ignore[override]
         supervisor, config, facts = self._supervisor, self._supervisor.config, self._supervisor.facts
@@ -83,6 +87,7 @@ class InstanceService(bootstrap_pb2_grpc.BootstrapServicer, admin_pb2_grpc.Admin
             silent = await current.ask_status()
             ranks = [_rank_status(view, view.config.rank not in silent) for view in current.ranks]
             ranks[0].counters["daemon_frames_dropped"] = current.frames_dropped
+            ranks[0].counters["daemon_messages_malformed"] = self._noise.count
             ranks[0].counters["daemon_events_unclaimed"] = supervisor.attempts.unknown
         return admin_pb2.StatusResponse(
             instance=self._instance(),

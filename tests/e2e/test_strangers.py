@@ -94,7 +94,13 @@ class Honest:
 
 
 def dropped(cluster: Cluster) -> int:
-    names = ("frames_dropped", "peers_refused", "rooms_unauthorized", "daemon_frames_dropped")
+    names = (
+        "frames_dropped",
+        "peers_refused",
+        "rooms_unauthorized",
+        "daemon_frames_dropped",
+        "daemon_messages_malformed",
+    )
     ranks = [rank for instance in cluster.status()["instances"] for rank in instance["ranks"]]
     return sum(rank["counters"].get(name, 0) for rank in ranks for name in names)
 
