@@ -28,6 +28,7 @@ PROMPT = [(7 * i) % 1000 + 5 for i in range(40)]
 TOKENS = 12
 MEMORY = 64 << 20  # bytes that a process may have more than after the first strangers
 DESCRIPTORS = 4
+LOG = 64 << 10  # bytes that a part may write meanwhile
 PATIENCE = 60.0  # seconds until greetings that never came are given up
 
 
@@ -128,6 +129,8 @@ def withstand(cluster: Cluster, frames: int, secrets: Secrets | None, stranger: 
     assert cluster.pids() == names, "nothing was started anew"
     assert [instance["restarts"] for instance in cluster.status()["instances"]] == [0, 0]
     assert dropped(cluster) > counted
+    written = {part["name"]: Path(part["log"]).stat().st_size for part in cluster.record["parts"]}
+    assert max(written.values()) < LOG, written
     deadline = time.monotonic() + PATIENCE
     while found := grown(before, use(names), names):
         assert time.monotonic() < deadline, found
