@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -31,10 +32,9 @@ FREE = ("/health", "/metrics")
 class KeyRing:
     """The keys that are good now, and what each is doing."""
 
-    def __init__(self, path: Path, limits: KeyLimits) -> None:
-        """Raises `KeysError`."""
-        self._path, self._limits = path, limits
-        self.unknown = self.limited = 0  # requests turned away
+    def __init__(self, path: Path, limits: KeyLimits, refused: Callable[[str], None] = lambda why: None) -> None:
+        """`refused` is told of each request that is turned away. Raises `KeysError`."""
+        self._path, self._limits, self._refused = path, limits, refused
         self._uses = self._read({})
 
     def reload(self) -> None:
@@ -60,14 +60,14 @@ class KeyRing:
             return await handler(request)
         use = self.use_of(request.headers.get("Authorization", ""))
         if use is None:
-            self.unknown += 1
+            self._refused("unknown_key")
             message = "no such API key; send one of the gateway's as `Authorization: Bearer KEY`"
             response = error_response(ApiError(401, message, code="invalid_api_key"))
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
         wait = use.begin(asyncio.get_running_loop().time(), self._limits)
         if wait is not None:
-            self.limited += 1
+            self._refused("key_limit")
             message = "this API key asks for more than it may; try again later"
             response = error_response(ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded"))
             response.headers["Retry-After"] = str(max(1, math.ceil(wait)))

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from gateway.api_keys import KeyRing
 from gateway.config import GatewayConfig
@@ -31,6 +33,7 @@ from gateway.model_files import ModelFiles
 from gateway.routes import make_application
 from gateway.service import Gateway
 from security.exposure import check_cluster_port, check_public_port
+from security.noise import count_noise
 
 log = logging.getLogger("paceline.gateway")
 
@@ -53,8 +56,13 @@ async def listening(config: GatewayConfig) -> AsyncIterator[Listening]:
         host = config.registry.rpartition(":")[0]
         check_cluster_port("the registry of the gateway", host, bool(config.secrets), config.insecure)
     limits = KeyLimits(config.key_requests_per_s, config.key_inflight)
-    keys = KeyRing(Path(config.api_keys), limits) if config.api_keys else None
     gateway = Gateway(config, ModelFiles(config.model))
+
+    def refused(why: str) -> None:
+        gateway.metrics.refused.labels(why).inc()
+
+    keys = KeyRing(Path(config.api_keys), limits, refused) if config.api_keys else None
+    count_noise(server_logger, "malformed HTTP", (HttpProcessingError,), lambda: refused("malformed"))
     # A client that goes away cancels its handler, streaming or not.
     runner = web.AppRunner(
         make_application(gateway, keys), handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
@@ -64,7 +72,7 @@ async def listening(config: GatewayConfig) -> AsyncIterator[Listening]:
         await runner.setup()
         try:
             assert runner.server is not None
-            door = Door(runner.server, config.max_connections)
+            door = Door(runner.server, config.max_connections, refused)
             listener = await asyncio.get_running_loop().create_server(door, config.host, config.port, backlog=1024)
             yield Listening(gateway, keys, config.host, listener.sockets[0].getsockname()[1])
             listener.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -24,15 +25,16 @@ LINGER_S = 2.0  # for the rest of a body whose request has its answer already
 class Door:
     """Protocol factory of the listening socket: lets `most` connections in, and closes others at once."""
 
-    def __init__(self, server: web.Server, most: int) -> None:
-        self.turned_away = 0
-        self._server, self._most = server, most
+    def __init__(self, server: web.Server, most: int, refused: Callable[[str], None] = lambda why: None) -> None:
+        self._server, self._most, self._refused = server, most, refused
+        self._told = False
 
     def __call__(self) -> asyncio.Protocol:
         if len(self._server.connections) < self._most:
             return self._server()
-        self.turned_away += 1
-        if self.turned_away == 1:
+        self._refused("connections")
+        if not self._told:
+            self._told = True
             log.warning("more than %d connections; further ones are closed at once", self._most)
         return _TurnedAway()
 

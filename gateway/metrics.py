@@ -26,6 +26,12 @@ class Metrics:
         self.requests = Counter(
             name("requests"), "Generation requests by endpoint and outcome", ["endpoint", "outcome"], registry=registry
         )
+        self.refused = Counter(
+            name("refused"),
+            "Requests and connections turned away before they counted, by why",
+            ["why"],
+            registry=registry,
+        )
         self.in_flight = Gauge(
             name("requests_in_flight"), "Generations running now; each choice of a request is one", registry=registry
         )

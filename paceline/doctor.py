@@ -155,7 +155,7 @@ def cluster_secrets(folder: Path, now: datetime.datetime) -> Check:
     except SecretsError as error:
         return Check(FAIL, "secrets", "cannot be used", str(error))
     left = (secrets.expires - now).days
-    found = f"{folder}, good until {secrets.expires:%Y-%m-%d} ({left} days)"
+    found = f"{folder} ({secrets.fingerprint}), good until {secrets.expires:%Y-%m-%d} ({left} days)"
     if left < 30:
         return Check(WARN, "secrets", found, "make new ones with `paceline certs --force` and restart every process")
     return Check(OK, "secrets", found)

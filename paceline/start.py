@@ -36,5 +36,7 @@ def run_gateway(options: argparse.Namespace, model: Path) -> NoReturn:
 def become(module: str, *arguments: str) -> NoReturn:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    # Below this gRPC tells of every stranger whose handshake fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

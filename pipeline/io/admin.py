@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 from pipeline.io import control
 from pipeline.io.incarnation import RankView
 from pipeline.io.supervisor import Stopping, Supervisor
+from security.noise import count_noise
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ _LONGEST_DRAIN_S = 86400.0
 class AdminService(admin_pb2_grpc.AdminServicer):
     def __init__(self, supervisor: Supervisor, reference: Callable[[], common_pb2.InstanceRef]) -> None:
         self._supervisor, self._reference = supervisor, reference
+        self._noise = count_noise(logging.getLogger("grpc._cython.cygrpc"), "malformed gRPC messages", (DecodeError,))
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Any) -> admin_pb2.StatusResponse:  # type: ignore[override]
         supervisor = self._supervisor
@@ -46,6 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 for status, view in zip(ranks, current.ranks, strict=True):
                     status.host = view.config.host
             ranks[0].counters["daemon_frames_dropped"] = current.frames_dropped
+            ranks[0].counters["daemon_messages_malformed"] = self._noise.count
             ranks[0].counters["daemon_events_unclaimed"] = supervisor.attempts.unknown
         return admin_pb2.StatusResponse(
             instance=self._reference(),

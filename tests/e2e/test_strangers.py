@@ -28,6 +28,7 @@ PROMPT = [(7 * i) % 1000 + 5 for i in range(40)]
 TOKENS = 12
 MEMORY = 64 << 20  # bytes that a process may have more than after the first strangers
 DESCRIPTORS = 4
+LOG = 64 << 10  # bytes that a part may write meanwhile
 PATIENCE = 60.0  # seconds until greetings that never came are given up
 
 
@@ -94,7 +95,13 @@ class Honest:
 
 
 def dropped(cluster: Cluster) -> int:
-    names = ("frames_dropped", "peers_refused", "rooms_unauthorized", "daemon_frames_dropped")
+    names = (
+        "frames_dropped",
+        "peers_refused",
+        "rooms_unauthorized",
+        "daemon_frames_dropped",
+        "daemon_messages_malformed",
+    )
     ranks = [rank for instance in cluster.status()["instances"] for rank in instance["ranks"]]
     return sum(rank["counters"].get(name, 0) for rank in ranks for name in names)
 
@@ -122,6 +129,8 @@ def withstand(cluster: Cluster, frames: int, secrets: Secrets | None, stranger: 
     assert cluster.pids() == names, "nothing was started anew"
     assert [instance["restarts"] for instance in cluster.status()["instances"]] == [0, 0]
     assert dropped(cluster) > counted
+    written = {part["name"]: Path(part["log"]).stat().st_size for part in cluster.record["parts"]}
+    assert max(written.values()) < LOG, written
     deadline = time.monotonic() + PATIENCE
     while found := grown(before, use(names), names):
         assert time.monotonic() < deadline, found

@@ -7,7 +7,7 @@ import msgspec
 from consensus.entry import Key
 from pipeline.effects import SendDestinations, StartSender, StopRoom
 from pipeline.io import control
-from pipeline.io.control_socket import _LARGEST_FRAME
+from pipeline.io.control_socket import LARGEST_FRAME
 from pipeline.io.executor import now_us
 from pipeline.io.timeline import KEPT, EntryTimes, HandOverTimes, Timeline
 from pipeline.io.watch import Watch
@@ -37,7 +37,7 @@ def test_the_oldest_makes_room_and_the_whole_fits_a_control_frame() -> None:
     assert (told.ticks[0].tokens, told.ticks[0].start) == (3, 16)
     # The longest request ids there are: the daemon drops what is larger.
     frame = msgspec.msgpack.encode(control.TimelineReport(1, told))
-    assert len(frame) < _LARGEST_FRAME
+    assert len(frame) < LARGEST_FRAME
 
 
 def test_only_the_last_seconds_are_told_but_always_what_is_under_way() -> None:
