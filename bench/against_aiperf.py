@@ -1,11 +1,12 @@
-"""Our figures beside those of an independent client, NVIDIA's aiperf, for the same requests to the same server.
+"""Our figures beside those of an independent client, NVIDIA's aiperf, in one run against one server.
 
     python -m bench.against_aiperf --aiperf ~/.cache/paceline/clients/aiperf/bin/aiperf
 
-In: aiperf's command, in an environment of its own. A real gateway in front of scripted instances is asked by both in
-turn, in the order A B B A: instances with a pace of their own, because two clients can agree only about a server that
-does the same twice; `--cluster "OPTIONS"` asks a cluster of `paceline up` instead. Out: both clients' figures and the
-ratios of their medians over the runs. Exit code 1 if a ratio is more than 2 % from 1.
+In: aiperf's command, in an environment of its own. Both put the same kind of load on the same server at the same time,
+with as many users each, so that whatever the machine does happens to both; ours is counted over the time in which
+aiperf's requests begin. The server is a real gateway in front of scripted instances, which keep a pace of their own;
+`--cluster "OPTIONS"` asks a cluster of `paceline up` instead. Out: both clients' figures and their ratios. Exit code 1
+if a ratio is more than 2 % from 1.
 """
 
 from __future__ import annotations
@@ -15,36 +16,32 @@ import asyncio
 import json
 import os
 import shlex
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
+from bench.bodies import Manner, make_bodies, read_prompts
+from bench.client import Client
+from bench.load import Load
 from bench.local_cluster import started_cluster
-from bench.options import add_serve
 from bench.prompts import COMMON_WORDS
-from bench.run import run
+from bench.records import Record
 from bench.scripted_gateway import scripted_gateway
-from bench.summary import summarise, whole_run
+from bench.summary import Window, distribution, summarise
+from bench.workload import Planned
 
 TOLERANCE = 0.02
 TOKEN_RATE, FIRST_AFTER = 25.0, 0.18  # of the scripted instances
 MOST_SECONDS = 300.0
-# Ours → aiperf's metric. Its inter_token_latency is a mean over each request's tokens after the first: our TPOT.
-FIGURES = {
-    "TTFT mean, ms": ("time_to_first_token", "avg"),
-    "TTFT p50, ms": ("time_to_first_token", "p50"),
-    "TPOT mean, ms": ("inter_token_latency", "avg"),
-    "E2E mean, ms": ("request_latency", "avg"),
-    "E2E p90, ms": ("request_latency", "p90"),
-    "requests/s": ("request_throughput", "avg"),
-    "output tokens/s": ("output_token_throughput", "avg"),
-}
+# Its inter_token_latency is a mean over each request's tokens after the first: our TPOT.
+METRICS = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "e2e": "request_latency"}
 Figures = dict[str, float]
 
 
@@ -55,51 +52,77 @@ def write_prompts(path: Path, count: int, words: int) -> None:
             file.write(json.dumps({"text": " ".join(chance.choices(COMMON_WORDS, k=words))}) + "\n")
 
 
-def ask_ours(url: str, prompts: Path, options: argparse.Namespace) -> Figures:
-    parser = argparse.ArgumentParser()
-    add_serve(parser)
-    ours = parser.parse_args(
-        ["--url", url, "--endpoint", "chat", "--dataset", "file", "--prompts", str(prompts), "--warmup", "0",
-         "--output", str(options.output), "--requests", str(options.requests), "--concurrency", str(options.users)]
-    )  # fmt: skip
-    records = asyncio.run(run(ours, url, 0)).records
-    summary = summarise(records, whole_run(records), {})
-    if summary.failed:
-        raise SystemExit(f"against_aiperf: requests of ours failed: {summary.errors}")
-    latency = summary.latency_ms
-    return dict(
-        zip(
-            FIGURES,
-            (
-                latency["ttft"].mean, latency["ttft"].p50, latency["tpot"].mean, latency["e2e"].mean,
-                latency["e2e"].p90, summary.request_rate, summary.output_tokens_per_s,
-            ),
-            strict=True,
-        )
-    )  # fmt: skip
+async def both(url: str, prompts: Path, options: argparse.Namespace, folder: Path) -> tuple[Figures, Figures]:
+    """Ours goes on for as long as aiperf runs."""
+    asks = read_prompts(prompts.read_text().splitlines(), "chat", options.output)
+    manner = Manner("chat", options.model, as_ids=False, plain=False, ignore_eos=True, extra={})
+    plan = [Planned(index, 0.0, ask) for index, ask in enumerate(islice(cycle(asks), 100 * len(asks)))]
+    bodies = await make_bodies([planned.ask for planned in plan], manner, 0, None, None)
+    async with Client(url, "chat", "", MOST_SECONDS, asyncio.get_running_loop().time) as client:
+        await asyncio.gather(*map(client.send, bodies[: options.users]))  # warms up
+        load = Load(client.send, plan, bodies)
+        begin = time.time()
+        ours = asyncio.create_task(load.closed_loop(options.users))
+        rows, summary = await ask_aiperf(url, prompts, options, folder)
+        ours.cancel()
+        with suppress(asyncio.CancelledError):
+            await ours
+    starts = [row["metadata"]["request_start_ns"] / 1e9 - begin for row in rows]
+    window = Window("aiperf's", min(starts), max(starts))
+    found = summarise(load.progress.records, window, {})
+    if found.failed or found.completed < len(rows) / 2:
+        raise SystemExit(f"against_aiperf: of our requests {found.completed} are whole: {found.errors}")
+    own, other = Figures(), Figures()
+    for name, metric in METRICS.items():
+        told = distribution([row["metrics"][metric]["value"] for row in rows])
+        assert told is not None
+        for kind in ("mean", "p50", "p90"):
+            own[f"{name} {kind}, ms"] = getattr(found.latency_ms[name], kind)
+            other[f"{name} {kind}, ms"] = getattr(told, kind)
+    own["output tokens/s"] = output_of(load.progress.records, window)
+    other["output tokens/s"] = float(summary["output_token_throughput"]["avg"])
+    return own, other
 
 
-def ask_aiperf(url: str, prompts: Path, options: argparse.Namespace, folder: Path) -> Figures:
-    home = tokenizer_cache(options.tokenizer, folder / "hf")
+def output_of(records: Sequence[Record], window: Window) -> float:
+    """As aiperf counts it: all tokens of the requests that began in the window, until the last of them ended."""
+    inside = [record for record in records if window.begin <= record.scheduled <= window.end]
+    first, last = min(r.scheduled for r in inside), max(r.ended for r in inside)
+    return sum(record.output_tokens for record in inside) / (last - first)
+
+
+async def ask_aiperf(
+    url: str, prompts: Path, options: argparse.Namespace, folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Its record of each request, and its summary."""
+    fixed = {"max_tokens": options.output, "min_tokens": options.output, "ignore_eos": True, "temperature": 0}
     command = [
         str(options.aiperf), "profile", "--model", options.model, "--url", url, "--endpoint-type", "chat",
         "--streaming", "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
         "--dataset-sampling-strategy", "sequential", "--concurrency", str(options.users),
-        "--request-count", str(options.requests), "--workers-max", "1",
-        "--extra-inputs", json.dumps({"max_tokens": options.output, "min_tokens": options.output, "ignore_eos": True,
-                                      "temperature": 0}),
+        "--request-count", str(options.requests), "--workers-max", "1", "--extra-inputs", json.dumps(fixed),
         "--use-server-token-count", "--tokenizer", "lab/tokenizer", "--no-gpu-telemetry", "--no-server-metrics",
         "--ui", "none", "--output-artifact-dir", str(folder / "artifacts"),
     ]  # fmt: skip
+    home = tokenizer_cache(options.tokenizer, folder / "hf")
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    done = subprocess.run(
-        command, check=False, env=environment, cwd=folder, capture_output=True, text=True, timeout=MOST_SECONDS
-    )
-    files = list((folder / "artifacts").rglob("profile_export_aiperf.json"))
-    if done.returncode or not files:
-        raise SystemExit(f"against_aiperf: aiperf failed ({done.returncode}): {(done.stdout + done.stderr)[-2000:]}")
-    told: dict[str, Any] = json.loads(files[0].read_text())
-    return {name: float(told[metric][kind]) for name, (metric, kind) in FIGURES.items()}
+    with (folder / "aiperf.log").open("w+") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            await asyncio.wait_for(process.wait(), MOST_SECONDS)
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        log.seek(0)
+        said = log.read()
+    artifacts = folder / "artifacts"
+    records, summary = (list(artifacts.rglob(name)) for name in ("profile_export.jsonl", "profile_export_aiperf.json"))
+    if process.returncode or not records or not summary:
+        raise SystemExit(f"against_aiperf: aiperf failed ({process.returncode}): {said[-2000:]}")
+    rows = [json.loads(line) for line in records[0].read_text().splitlines()]
+    return [row for row in rows if not row.get("error")], json.loads(summary[0].read_text())
 
 
 def tokenizer_cache(tokenizer: Path, home: Path) -> Path:
@@ -132,31 +155,20 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, default=cache / "SmolLM2-135M-Instruct", help="folder of the model")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="name of the model at the server")
     parser.add_argument("--cluster", metavar="OPTIONS", help="of `paceline up`: ask a cluster with a model instead")
-    parser.add_argument("--rounds", type=int, default=2, help="of two runs each (default: 2)")
-    parser.add_argument("--requests", type=int, default=64, help="of each run (default: 64)")
-    parser.add_argument("--users", type=int, default=8, help="at a time (default: 8)")
+    parser.add_argument("--requests", type=int, default=96, help="of aiperf (default: 96)")
+    parser.add_argument("--users", type=int, default=4, help="at a time, of each client (default: 4)")
     parser.add_argument("--output", type=int, default=64, help="tokens of each answer (default: 64)")
     options = parser.parse_args()
     if not options.aiperf.is_file():
         raise SystemExit(f"against_aiperf: no aiperf at {options.aiperf}: pip install aiperf==0.13.0 in a venv there")
-    ours: list[Figures] = []
-    theirs: list[Figures] = []
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, server(options) as url:
         prompts = Path(name) / "prompts.jsonl"
         write_prompts(prompts, options.requests, 100)
-        ask_ours(url, prompts, argparse.Namespace(**{**vars(options), "requests": options.users}))  # warms up
-        for number in range(options.rounds):
-            for who in ("ours", "aiperf") if number % 2 == 0 else ("aiperf", "ours"):
-                print(f"round {number + 1} of {options.rounds}: {who}", file=sys.stderr, flush=True)
-                if who == "ours":
-                    ours.append(ask_ours(url, prompts, options))
-                else:
-                    with tempfile.TemporaryDirectory(dir=name) as folder:
-                        theirs.append(ask_aiperf(url, prompts, options, Path(folder)))
+        ours, theirs = asyncio.run(both(url, prompts, options, Path(name)))
     print(f"{'figure':18} {'ours':>10} {'aiperf':>10} {'ratio':>8}")
     worst = 0.0
-    for figure in FIGURES:
-        own, other = median(run[figure] for run in ours), median(run[figure] for run in theirs)
+    for figure, own in ours.items():
+        other = theirs[figure]
         worst = max(worst, abs(own / other - 1))
         print(f"{figure:18} {own:10.3f} {other:10.3f} {own / other:8.4f}")
     print(f"at most {100 * worst:.2f} % apart; allowed are {100 * TOLERANCE:g} %")

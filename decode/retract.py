@@ -29,13 +29,11 @@ class GrowthShare:
     def finished(self) -> None:
         self.permille = max(SHARE_MIN, self.permille - SHARE_DOWN)
 
-    def expected(self, requests: Iterable[Request], page_size: int, max_len: int) -> int:
+    def expected(self, requests: Iterable[Request], page_size: int) -> int:
         """Pages that these requests are expected to grow by."""
         pages, permille, whole = 0, self.permille, 1000 * page_size
-        for request in requests:  # all that run, at every entry: their properties would take most of the time
-            spec, output = request.spec, len(request.output)
-            remaining = min(spec.params.max_tokens - spec.resumed, max_len - len(spec.prompt)) - output
-            pages += -(-remaining * permille // whole)
+        for request in requests:
+            pages += -(-(request.budget - len(request.output)) * permille // whole)
         return pages
 
 

@@ -180,7 +180,7 @@ class DecodeReplica(Replica):
             if not self.leases.fits(need):
                 return
             active = [r for state in (TRANSFERRING, READY, RUNNING, FILLING) for r in self.states[state].values()]
-            growth = self._share.expected([*active, request], self.config.page_size, self.config.max_model_len)
+            growth = self._share.expected([*active, request], self.config.page_size)
             # Alone it fits, or it would have been refused; with others it leaves them room to grow.
             if not self.leases.fits(need + (growth if active else 0)):
                 return
@@ -233,7 +233,7 @@ class DecodeReplica(Replica):
         self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
-        outcome = request.finish(self.config.eos_ids, self.config.max_model_len)
+        outcome = request.finish(self.config.eos_ids)
         if outcome is not None:
             self._share.finished()
             self._complete(request, outcome)

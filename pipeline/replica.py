@@ -101,12 +101,13 @@ class Replica(ABC):
         shares = self.plan(launch.rows)
         assert shares, "an empty launch is never logged"
         rows: list[Row] = []
+        holder = tick_holder(launch.tick)
         for share in shares:
             request = self.requests[share.key]
             rows.append(self.make_row(request, share))
             request.ticks.append(launch.tick)
             request.computed = share.start + share.count
-            self.leases.hold(share.key, tick_holder(launch.tick))
+            self.leases.hold(share.key, holder)
             self.digest.note("row", launch.tick, share.key.request, share.key.attempt, share.start, share.count)
         batch = Batch(launch.tick, launch.slot, tuple(rows))
         self.slots.launch(batch, self.clock)
@@ -276,7 +277,7 @@ class Replica(ABC):
             self.emit(End(key, Outcome(ERROR, why)))
             return
         self.opened += 1
-        request = Request(spec, self.first_state, self.clock, self.seq, self.opened)
+        request = Request(spec, self.first_state, self.clock, self.seq, self.opened, self.config.max_model_len)
         self.requests[key] = request
         self.attempts[key.room] = self.rooms[key.room] = key
         self.digest.note("open", key.request, key.attempt, len(spec.prompt), spec.resumed)
@@ -307,13 +308,13 @@ class Replica(ABC):
     def _harvest(self, tick: int, tokens: Sequence[TokenOut]) -> None:
         batch = self.slots.harvest(tick, self.clock)
         self.digest.note("harvest", tick)
-        sampled = iter(tokens)
+        sampled, holder = iter(tokens), tick_holder(tick)
         for row in batch.rows:
             token = next(sampled) if row.sample is not None else None
             # A request cannot be gone: a launched tick keeps it until its harvest.
             request = self.requests[row.key]
             request.ticks.remove(tick)
-            self.leases.drop(row.key, tick_holder(tick))
+            self.leases.drop(row.key, holder)
             self.on_harvest(request, row, token)
         assert next(sampled, None) is None, f"tick {tick} returned more tokens than rows asked for"
 

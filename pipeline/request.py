@@ -18,11 +18,11 @@ class Request:
     """
 
     __slots__ = (
-        "computed", "deadline", "ending", "number", "output", "penal", "spec", "stage_deadline", "stage_seq", "state",
-        "ticks",
+        "budget", "computed", "deadline", "ending", "number", "output", "penal", "spec", "stage_deadline", "stage_seq",
+        "state", "ticks",
     )  # fmt: skip
 
-    def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int, number: int) -> None:
+    def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int, number: int, max_len: int) -> None:
         self.spec = spec
         self.number = number  # counts the attempts the log opened: smaller is older
         self.state = state
@@ -30,6 +30,8 @@ class Request:
         self.deadline = clock + spec.timeout
         self.stage_deadline = 0  # clock at which the present stage is over time; 0 = it has no deadline
         params = spec.params
+        # Asked at every token: how long `output` may become, and whether the sampler must see it.
+        self.budget = min(params.max_tokens - spec.resumed, max_len - len(spec.prompt))
         self.penal = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
         self.computed = 0
         self.ticks: list[int] = []
@@ -60,17 +62,16 @@ class Request:
     def stage(self) -> StageKey:
         return StageKey(self.spec.key, self.stage_seq)
 
-    def finish(self, eos: tuple[int, ...], max_len: int) -> Outcome | None:
+    def finish(self, eos: tuple[int, ...]) -> Outcome | None:
         """The outcome if the last output token ended the request, else None.
 
         End-of-sequence and stop ids are counted as output, as OpenAI's usage does not say otherwise and
         vLLM does; `min_tokens` needs no check here because the sampler could not choose them.
         """
-        spec, token, count = self.spec, self.output[-1], len(self.output)
-        params = spec.params
+        token, params = self.output[-1], self.spec.params
         if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
             return Outcome(STOP, output_tokens=self.told)
-        if spec.resumed + count >= params.max_tokens or len(spec.prompt) + count >= max_len:
+        if len(self.output) >= self.budget:
             return Outcome(LENGTH, output_tokens=self.told)
         return None
 

@@ -97,7 +97,8 @@ def restore(snapshot: Snapshot, make: Callable[[ReplicaConfig], Replica]) -> Rep
     replica.seq, replica.clock = snapshot.seq, snapshot.clock
     replica.digest.value = snapshot.digest
     for saved in snapshot.requests:
-        request = Request(saved.spec, saved.state, 0, saved.stage_seq, saved.number)
+        most = snapshot.config.max_model_len
+        request = Request(saved.spec, saved.state, 0, saved.stage_seq, saved.number, most)
         request.deadline, request.stage_deadline = saved.deadline, saved.stage_deadline
         request.computed, request.ending = saved.computed, saved.ending
         request.ticks, request.output = list(saved.ticks), list(saved.output)

@@ -60,7 +60,7 @@ class PrefillReplica(Replica):
     def on_good(self, request: Request, topic: str, payload: bytes) -> None:
         if topic == TRANSFER:
             handed_over = Outcome(HANDED_OVER, output_tokens=request.told)
-            self.end(request, request.finish(self.config.eos_ids, self.config.max_model_len) or handed_over)
+            self.end(request, request.finish(self.config.eos_ids) or handed_over)
             self.leases.drop(request.key, REQUEST)
         self.leases.drop(request.key, SENDER)
         self.finish(request)

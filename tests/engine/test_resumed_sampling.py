@@ -47,12 +47,12 @@ def answer(
 ) -> tuple[list[Any], Outcome]:
     """What an attempt tells that is given `told` of the output."""
     spec = RequestSpec(Key("r", 0), (*prompt, *told), params, PeerRef("p", "a", 1), 10**9, len(told))
-    request, sampled = Request(spec, "running", 0, 1, 1), []
+    request, sampled = Request(spec, "running", 0, 1, 1, MAX_LEN), []
     while True:
         (chosen,) = sample(model((*spec.prompt, *request.output)), [request.sample(EOS)])
         request.output.append(chosen.token)
         sampled.append(chosen)
-        outcome = request.finish(EOS, MAX_LEN)
+        outcome = request.finish(EOS)
         if outcome is not None:
             return sampled, outcome
 

@@ -7,7 +7,7 @@ import msgspec
 from consensus.entry import Key
 from pipeline.effects import SendDestinations, StartSender, StopRoom
 from pipeline.io import control
-from pipeline.io.control_socket import LARGEST_FRAME
+from pipeline.io.control import LARGEST_FRAME
 from pipeline.io.executor import now_us
 from pipeline.io.timeline import KEPT, EntryTimes, HandOverTimes, Timeline
 from pipeline.io.watch import Watch
