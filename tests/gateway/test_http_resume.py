@@ -22,6 +22,7 @@ from tests.gateway.scripted_instances import (
     Script,
     ScriptedInstance,
     hang,
+    outcome,
     refuses,
     scripted_decode,
     scripted_prefill,
@@ -32,8 +33,8 @@ OUTPUT = [2751, 827, 339, 2751, 506, 260]
 
 
 def died(reason: str, hand_over: bool = False) -> generation_pb2.GenerateResponse:
-    outcome = generation_pb2.Outcome(kind=Kind.KIND_ERROR, reason=reason, retryable=True, hand_over=hand_over)
-    return generation_pb2.GenerateResponse(outcome=outcome)
+    told = generation_pb2.Outcome(kind=Kind.KIND_ERROR, reason=reason, retryable=True, hand_over=hand_over)
+    return generation_pb2.GenerateResponse(outcome=told)
 
 
 async def prefills(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
@@ -52,9 +53,7 @@ def decodes(until_token: int | None = None, then: generation_pb2.GenerateRespons
             yield tokens(at, OUTPUT[at])
         if until_token is not None:
             yield then or died("rank 1 was killed")
-        yield generation_pb2.GenerateResponse(
-            outcome=generation_pb2.Outcome(kind=Kind.KIND_LENGTH, output_tokens=len(OUTPUT))
-        )
+        yield outcome(Kind.KIND_LENGTH, count=len(OUTPUT))
 
     return script
 
@@ -183,6 +182,8 @@ def test_a_late_token_of_a_failed_attempt_is_dropped(model_folder: Path) -> None
             await resumed.wait()
         for at in range(1, len(OUTPUT)):
             yield tokens(at, 99)
+        # All of it may be told before prefill's death is.
+        yield outcome(Kind.KIND_LENGTH, count=len(OUTPUT))
 
     async def test() -> None:
         async with cluster(model_folder, in_turn(dies, next_attempt), in_turn(late, decodes())) as c:
