@@ -31,7 +31,7 @@ class Breaker:
 
     def due(self, pair: Pair) -> float:
         """The moment from which on the pair may be used; 0 if nothing speaks against it."""
-        trouble = self._troubles.get(_route(pair))
+        trouble = self._troubles.get(_route(pair)) if self._troubles else None
         return 0.0 if trouble is None else trouble.until
 
     def chosen(self, pair: Pair, now: float) -> None:

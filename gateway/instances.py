@@ -65,11 +65,6 @@ class Pair:
         """Tokens of prompt plus output that fit both; 0: not known."""
         return min((i.context_limit for i in (self.prefill, self.decode) if i.context_limit), default=0)
 
-    def takes(self, tokens: int) -> bool:
-        """A request of so many tokens of prompt plus output. All of it must fit the prefill side, too, where it may be
-        resumed."""
-        return not self.context_limit or tokens <= self.context_limit
-
 
 # Field → how people call it. Order is the order of the message.
 _MUST_AGREE = {
@@ -107,6 +102,15 @@ class Fleet:
         """All that fit each other."""
         return tuple(Pair(p, d) for p in self.prefills for d in self.decodes if why_unpairable(p, d) is None)
 
+    @cached_property
+    def _limits(self) -> tuple[int, ...]:
+        return tuple(pair.context_limit for pair in self.pairs)
+
+    def pairs_for(self, tokens: int) -> list[Pair]:
+        """Those that take a request of so many tokens of prompt plus output. All of it must fit the prefill side,
+        too, where it may be resumed."""
+        return [pair for pair, limit in zip(self.pairs, self._limits, strict=True) if not limit or tokens <= limit]
+
     def why_no_pair(self) -> str | None:
         """For /health and 503s: what is missing, or None if some pair can serve."""
         if self.pairs:
@@ -123,9 +127,9 @@ class Fleet:
     @cached_property
     def context_limit(self) -> int | None:
         """The longest prompt plus output that some pair takes; 0 or None: not known."""
-        return max((pair.context_limit for pair in self.pairs), default=None)
+        return max(self._limits, default=None)
 
     @cached_property
     def common_limit(self) -> int | None:
         """The longest that every pair takes."""
-        return min((pair.context_limit for pair in self.pairs if pair.context_limit), default=None)
+        return min((limit for limit in self._limits if limit), default=None)

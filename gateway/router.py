@@ -50,7 +50,7 @@ class Router:
         if reason is not None:
             return NoPair(reason)
         tokens = placing.cost.prompt + placing.cost.output
-        pairs = [pair for pair in fleet.pairs if pair.takes(tokens)]
+        pairs = fleet.pairs_for(tokens)
         if not pairs:
             return NoPair(
                 f"of the pairs that serve none takes {tokens} tokens; the largest takes {fleet.context_limit}"
@@ -62,7 +62,7 @@ class Router:
         if trusted and fewest:
             return NoPair("no other pair is free of the instances that failed")
         best = [pair for pair, doubt in zip(usable, doubts, strict=True) if doubt == fewest]
-        prefills = list(dict.fromkeys(pair.prefill for pair in best))
+        prefills = list({pair.prefill.dialed: pair.prefill for pair in best}.values())
         waits = [self.first_token_s(prefill, placing) for prefill in prefills]
         in_time = [prefill for prefill, wait in zip(prefills, waits, strict=True) if wait <= patience_s]
         if not in_time:
@@ -71,7 +71,7 @@ class Router:
                 min(waits) - patience_s,
             )
         prefill = self._chosen(in_time, placing)
-        decode = self._chosen([pair.decode for pair in best if pair.prefill == prefill], placing)
+        decode = self._chosen([pair.decode for pair in best if pair.prefill is prefill], placing)
         return Pair(prefill, decode)
 
     def first_token_s(self, prefill: Instance, placing: Placing) -> float:

@@ -140,7 +140,7 @@ class Machine:
             if self.queue else 0  # fmt: skip
 
 
-def mean_wait(policies: list[Policy], speeds: list[float], seed: int = 1, requests: int = 1500) -> float:
+def mean_wait(policies: list[Policy], speeds: list[float], seed: int = 1, requests: int = 1000) -> float:
     """Seconds to the first token of requests that come through gateways (one per policy) which know what instances
     told them at the last full second, and what they themselves have sent since."""
     chance = random.Random(seed)

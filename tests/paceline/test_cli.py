@@ -16,11 +16,14 @@ import pytest
 
 from consensus import recorder
 from consensus.recorder import Header
+from gateway import policies
 from gateway.app import parse_arguments
+from gateway.config import GatewayConfig
+from paceline import gateway_options
 from paceline.cli import build_parser, main
 from paceline.config import free_ports, parse_address, parse_layers, parse_size, port_problem
 from paceline.engine_options import SHARED, check_ranks, daemon_config
-from paceline.gateway_options import gateway_arguments
+from paceline.gateway_options import DEFAULT_REGISTRY, gateway_arguments
 from paceline.group_options import group_fields
 from paceline.local_plan import Plan, plan
 from paceline.up import first_key
@@ -93,6 +96,35 @@ def test_a_group_is_described_by_options_or_by_the_environment(monkeypatch: pyte
 def test_epochs_grow_also_where_the_run_directory_is_lost() -> None:
     before = int(time.time())
     assert before <= group_fields(parse("decode"))["first_epoch"] <= int(time.time())
+
+
+def test_gateways_come_from_the_command_line_or_else_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_GATEWAY", "a:1,b:2 a:1")
+    assert daemon_config(parse("prefill"), MODEL).gateways == ("a:1", "b:2")
+    assert daemon_config(parse("prefill --gateway c:3 --gateway d:4"), MODEL).gateways == ("c:3", "d:4")
+    monkeypatch.setenv("PACELINE_GATEWAY", "a")
+    with pytest.raises(SystemExit, match="PACELINE_GATEWAY: not an address: 'a'"):
+        daemon_config(parse("prefill"), MODEL)
+    monkeypatch.delenv("PACELINE_GATEWAY")
+    assert daemon_config(parse("prefill"), MODEL).gateways == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "registry"),
+    [
+        ("gateway", DEFAULT_REGISTRY),
+        ("gateway --prefill a:1 --decode b:2", ""),
+        ("gateway --prefill a:1 --registry c:3", "c:3"),
+    ],
+)
+def test_a_gateway_with_lists_needs_no_registry(line: str, registry: str) -> None:
+    assert parse_arguments(gateway_arguments(parse(line), MODEL)).registry == registry
+
+
+def test_the_gateways_choices_and_defaults_are_the_commands() -> None:
+    told = parse_arguments(gateway_arguments(parse("gateway"), MODEL))
+    assert told == GatewayConfig(model=MODEL, registry=DEFAULT_REGISTRY)
+    assert gateway_options.POLICIES == policies.POLICIES
 
 
 def test_the_commands_defaults_are_the_daemons() -> None:
