@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -101,11 +100,9 @@ class GroupedPair:
 
     def tcp_endpoints(self, role: str) -> set[int]:
         """Ports of the ring that something listens on, counted from the first."""
-        listening = {
-            int(line.split()[1].rpartition(":")[2], 16)
-            for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
-            if re.match(r"0A", line.split()[3])
-        }
+        tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]  # an IPv4 address may be in the second
+        lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+        listening = {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
         return {port - self.ring_ports[role] for port in listening if 0 <= port - self.ring_ports[role] < 8}
 
 

@@ -150,7 +150,10 @@ def test_who_does_not_fit_into_the_group_is_refused_on_both_sides(group: Scripte
         (group.member(folder="a", digest="d2"), "model digest: the member's is 'd2', the leader's is 'd1'"),
         (group.member(folder="b", pp_size=3, group_size=3), "group size: the member's is 3, the leader's is 2"),
         (group.member(folder="c", instance="prefill-7"), "instance: the member's is 'prefill-7'"),
-        (group.member(folder="d", role="decode"), "role: the member's is 'decode', the leader's is 'prefill'"),
+        (
+            group.member(folder="d", role="decode", instance="prefill-0"),
+            "role: the member's is 'decode', the leader's is 'prefill'",
+        ),
     ]
     for member, says in wrong:
         assert member.wait() == 2

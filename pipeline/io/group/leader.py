@@ -135,7 +135,7 @@ class Group(group_pb2_grpc.GroupServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a member says hello first")
         member = read_hello(first.hello)
         if why := refusal(self._terms, self._host.address, member):
-            log.warning("refused %s at %s: %s", self._muster.name(member.index), member.address, why)
+            log.warning("refused %s at %s: %s", self._muster.name(member.index), member.address[:80], why)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         if (owner := self._attendants.get(member.index)) is not None:
             why = f"{self._muster.name(member.index)} is here already, from {owner.member.address}"
