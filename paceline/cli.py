@@ -365,9 +365,7 @@ def _run_certs(options: argparse.Namespace) -> int:
         made = make(options.folder, options.name, options.days, options.force)
     except SecretsError as error:
         raise SystemExit(f"paceline: {error}") from error
-    print(
-        f"secrets of a cluster ({made.fingerprint}), good until {made.expires:%Y-%m-%d}; use: --secrets {made.folder}"
-    )
+    print(f"secrets {made.fingerprint}, good until {made.expires:%Y-%m-%d}; use them with --secrets {made.folder}")
     return 0
 
 
