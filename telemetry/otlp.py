@@ -60,7 +60,9 @@ class OtlpTracer:
         kind: Kind = "server",
         attributes: Attributes | None = None,
     ) -> Span:
-        return self.start(name, self._propagator.extract(passed_on(carrier)), at, kind, attributes)
+        # The two clocks of this host are compared anew for every request: the wall clock may be set.
+        offset = time.time_ns() - time.monotonic_ns()
+        return self.start(name, self._propagator.extract(passed_on(carrier)), at, kind, attributes, offset)
 
     def close(self) -> None:
         # The SDK would wait half a minute for a collector that does not answer.
@@ -68,9 +70,10 @@ class OtlpTracer:
         ending.start()
         ending.join(_CLOSE_S)
 
-    def start(self, name: str, context: Any, at: int, kind: Kind, attributes: Attributes | None) -> OtlpSpan:
-        # The two clocks of this host are compared anew for every span: the wall clock may be set.
-        offset = time.time_ns() - time.monotonic_ns()
+    def start(
+        self, name: str, context: Any, at: int, kind: Kind, attributes: Attributes | None, offset: int
+    ) -> OtlpSpan:
+        """`offset`: wall clock minus monotonic clock, in ns."""
         kinds = self._trace.SpanKind
         chosen = {"server": kinds.SERVER, "client": kinds.CLIENT, "internal": kinds.INTERNAL}[kind]
         span = self._tracer.start_span(
@@ -95,7 +98,7 @@ class OtlpSpan:
         self._tracer, self._span, self._offset = tracer, span, offset
 
     def begin(self, name: str, at: int, kind: Kind = "internal", attributes: Attributes | None = None) -> Span:
-        return self._tracer.start(name, self._tracer.context_of(self._span), at, kind, attributes)
+        return self._tracer.start(name, self._tracer.context_of(self._span), at, kind, attributes, self._offset)
 
     def add(self, name: str, begin: int, end: int) -> None:
         self.begin(name, begin).end(end)

@@ -62,7 +62,7 @@ class RankTimeline(msgspec.Struct, frozen=True, array_like=True):
 class Timeline:
     def __init__(self) -> None:
         self._ticks: deque[TickTimes] = deque(maxlen=KEPT)
-        self._flight: dict[int, TickTimes] = {}  # at most one per slot
+        self._flight: dict[int, TickTimes] = {}  # a moment of theirs is still to come
         self._entries: deque[EntryTimes] = deque(maxlen=KEPT)
         self._hand_overs: deque[HandOverTimes] = deque(maxlen=KEPT)
 
@@ -75,10 +75,17 @@ class Timeline:
     def ran(self, tick: int, began: int, fed: int, ended: int) -> None:
         if (times := self._flight.get(tick)) is not None:
             times.began, times.fed, times.ended = began, fed, ended
+            self._forget_if_over(times)
 
     def harvested(self, tick: int, now: int) -> None:
-        if (times := self._flight.pop(tick, None)) is not None:
+        if (times := self._flight.get(tick)) is not None:
             times.harvested = now
+            self._forget_if_over(times)
+
+    def _forget_if_over(self, times: TickTimes) -> None:
+        # A tick's result may come round the ring before the loop has heard of its own executor.
+        if times.ended and times.harvested:
+            del self._flight[times.tick]
 
     def applied(self, times: EntryTimes) -> None:
         self._entries.append(times)

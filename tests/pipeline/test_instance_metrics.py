@@ -58,6 +58,12 @@ def test_many_scrapes_at_once_ask_each_rank_once(start: Callable[..., Daemon]) -
         "paceline_instance_serving 1.0",
     ):
         assert all(line in text for text in texts), line
+    # Nothing else is served.
+    base = url_of(daemon).removesuffix("/metrics")
+    for path, data in (("/", None), ("/metrics/x", None), ("/metrics", b"x" * 4096)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(base + path, data), timeout=30)
+        assert refused.value.code in (404, 405)
 
 
 def test_a_rank_that_does_not_answer_is_shown_as_such(start: Callable[..., Daemon]) -> None:
@@ -78,14 +84,6 @@ def test_a_restart_is_counted_and_loading_is_no_error(start: Callable[..., Daemo
 
 def _with(text: str, line: str) -> str:
     return text if line in text else ""
-
-
-def test_nothing_else_is_served(start: Callable[..., Daemon]) -> None:
-    base = url_of(start().when_serving()).removesuffix("/metrics")
-    for path, data in (("/", None), ("/metrics/x", None), ("/metrics", b"x" * 4096)):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(base + path, data), timeout=30)
-        assert refused.value.code in (404, 405)
 
 
 def test_a_port_in_use_is_said_at_start(start: Callable[..., Daemon]) -> None:

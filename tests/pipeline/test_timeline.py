@@ -49,6 +49,8 @@ def test_only_the_last_seconds_are_told_but_always_what_is_under_way() -> None:
     told = timeline.last(0.000001)
     assert [times.tick for times in told.ticks] == [2] and told.ticks[0].harvested == 0
     assert told.entries == []
+    timeline.ran(1, 1, 2, 3)  # heard of after its harvest
+    assert [times.ended for times in timeline.last(EVER).ticks] == [3, 0]
     timeline.ran(99, 1, 1, 1)  # of a tick that nobody launched
     timeline.harvested(99, 1)
 
