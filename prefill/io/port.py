@@ -59,7 +59,7 @@ class PrefillPort:
             "rooms_unauthorized": side.counters.unauthorized,
             "engine_replacements": slot.replacements,
             "frames_dropped": link.malformed + link.unbound,
-            "peers_refused": self._port.link.refused,
+            "peers_refused": self._port.link.refused + link.refused,
         }
         queues = {
             "unproven_handles": side.unproven(),  # they hold our pages until their engine is replaced

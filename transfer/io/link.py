@@ -41,6 +41,7 @@ class LinkCounters:
     unbound: int = 0  # of a link that is not (any more) bound
     repeated: int = 0
     gaps: int = 0
+    refused: int = 0  # a Hello
     unsent: int = 0  # dropped for a full outbox or a link that is down
     received: int = 0
     sent: int = 0

@@ -46,6 +46,7 @@ from .link import LinkServer
 log = logging.getLogger(__name__)
 
 HELD = 4096  # submits that wait
+COMPLAIN_INTERVAL = 1.0  # between two lines of the log about peers that were refused
 
 
 class SendingPort:
@@ -92,6 +93,7 @@ class SendingPort:
         self._hashes: dict[int, bytes | None] = {}
         self._written: dict[int, None] = {}
         self._retired = 0
+        self._complained = float("-inf")
         self._registered: dict[zmq.Poller, tuple[int, ...]] = {}
 
     @property
@@ -219,7 +221,10 @@ class SendingPort:
         if reason is None and not self.link.accept(route, frame, now, Welcome(self._topology)):
             reason = "too many peers"
         if reason is not None:
-            log.warning("refused %s: %s", _name(peer), reason)
+            self.link.counters.refused += 1
+            if now - self._complained >= COMPLAIN_INTERVAL:
+                self._complained = now
+                log.warning("refused %s: %s", _name(peer), reason)
             self.link.answer(route, frame, Refused(reason[:1000]))
             return observed
         if not self._believed(peer):

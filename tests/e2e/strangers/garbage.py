@@ -14,8 +14,10 @@ from collections.abc import Callable
 from google.protobuf.message import Message
 
 from paceline_proto.v1 import admin_pb2, bootstrap_pb2, common_pb2, generation_pb2
+from tests.transfer.pools import pipeline
 from transfer.io.stream.wire import HEAD, HELLO, MAGIC, VERSION
-from transfer.messages import Destinations, Finished, Frame, Ping, Stop, encode
+from transfer.messages import Destinations, Finished, Frame, Hello, Ping, Stop, Terms, encode
+from transfer.regions import RegionTable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"
@@ -101,11 +103,23 @@ def local(chance: random.Random) -> bytes:
     return chance.choice([zmtp, stream, noise])(chance)
 
 
+HELLO_OF_NOBODY = Hello(
+    "nobody", Terms("m", "float32", "kv", "stream", "xxh3"), pipeline(1, 1), RegionTable((0, 1), (0, 1), 16, (64,), ((4096, 8192),)),
+    b"", "127.0.0.1",
+)  # fmt: skip
+
+
 def link_frame(chance: random.Random) -> bytes:
     """Of the peer link, well formed or nearly; from an instance that there is not."""
     room = f"{chance.getrandbits(64):x}/0"
     body = chance.choice(
-        [Destinations(room, 9, tuple(range(9))), Stop(room, "stop"), Ping(), Finished(room, 9, (0, 1), 9, 9, b"t")]
+        [
+            HELLO_OF_NOBODY,
+            Destinations(room, 9, tuple(range(9))),
+            Stop(room, "stop"),
+            Ping(),
+            Finished(room, 9, (0, 1), 9, 9, b"t"),
+        ]
     )
     good = encode(Frame("stranger", chance.choice([1, 1 << 61]), chance.randrange(4), 7, chance.randrange(4), body))
     return chance.choice([good, damaged(chance, good), noise(chance)])

@@ -165,10 +165,10 @@ class Connection:
                 self._read()
         except Malformed as error:
             self._counters.malformed += 1
-            log.info("stream: closed a connection: %s", error)
+            log.debug("stream: closed a connection: %s", error)
             self.close()
         except OSError as error:
-            log.info("stream: lost a connection: %s", error)
+            log.debug("stream: lost a connection: %s", error)
             self.close()
 
     def abandon(self, reason: str) -> None:
