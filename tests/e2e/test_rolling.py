@@ -101,6 +101,7 @@ def replace_all(cluster: Cluster, names: dict[str, str], deadline: str) -> None:
         assert paceline(cluster, "drain", name, "--deadline", deadline, "--wait").endswith(f"{name}: empty\n")
         os.kill(before.pid, signal.SIGTERM)
         when_back(cluster, name, address, before)
+        print(f"{name} replaced", flush=True)
 
 
 @pytest.mark.parametrize(
