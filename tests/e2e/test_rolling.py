@@ -122,6 +122,7 @@ def test_a_rolling_replacement_under_load_fails_no_request(
     places = addresses(cluster, "prefill") | addresses(cluster, "decode")
     with Load(cluster, tiny, 4, PICKED) as load:
         replace_all(cluster, {name: places[name] for name in names}, deadline)
+    print(f"{load.done} requests")
     assert load.done > 4
     assert metric(cluster, 'resumes_total{reason="draining"}') > moved or deadline != "0"
     assert metric(cluster, "resumes_given_up_total") == 0
