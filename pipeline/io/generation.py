@@ -53,7 +53,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         arrived = time.monotonic_ns() // 1000
         if not self._supervisor.serving:
-            mark = ((DRAINING, "1"),) if self._supervisor.draining.active else ()
+            mark = ((DRAINING, "1"),) if self._supervisor.sent_away else ()
             await context.abort(grpc.StatusCode.UNAVAILABLE, self._supervisor.not_serving_reason(), mark)
         if request.epoch not in (0, self._supervisor.epoch):
             meant = f"the request is for epoch {request.epoch}, but this is epoch {self._supervisor.epoch}"

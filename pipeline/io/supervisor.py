@@ -77,6 +77,11 @@ class Supervisor:
         return self.phase is Phase.SERVING
 
     @property
+    def sent_away(self) -> bool:
+        """Takes nothing new because somebody said so, not because anything failed."""
+        return self.draining.active or self._stop.is_set()
+
+    @property
     def pages(self) -> int:
         return self.incarnation.pages if self.incarnation else 0
 

@@ -101,6 +101,7 @@ def replace_all(cluster: Cluster, names: dict[str, str], deadline: str) -> None:
         assert paceline(cluster, "drain", name, "--deadline", deadline, "--wait").endswith(f"{name}: empty\n")
         os.kill(before.pid, signal.SIGTERM)
         when_back(cluster, name, address, before)
+        print(f"{name} replaced", flush=True)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_a_rolling_replacement_under_load_fails_no_request(
     places = addresses(cluster, "prefill") | addresses(cluster, "decode")
     with Load(cluster, tiny, 4, PICKED) as load:
         replace_all(cluster, {name: places[name] for name in names}, deadline)
+    print(f"{load.done} requests")
     assert load.done > 4
     assert metric(cluster, 'resumes_total{reason="draining"}') > moved or deadline != "0"
     assert metric(cluster, "resumes_given_up_total") == 0
