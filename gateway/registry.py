@@ -17,7 +17,7 @@ from typing import Any
 from gateway.config import GatewayConfig
 from gateway.instances import Fleet, Instance, Side, why_unpairable
 from gateway.leases import Leases, Refusal
-from gateway.watch import Description, Watch
+from gateway.watched import Description, Watched
 from gateway.wire import PROTO_ROLE, Link, report_from
 from gateway.workbook import Report
 from paceline_proto.v1 import bootstrap_pb2, common_pb2, registry_pb2
@@ -58,7 +58,7 @@ class Registry:
         self._secrets = secrets
         self._highest_token_id = highest_token_id
         self._on_report, self._on_known = on_report, on_known
-        self._watched: dict[str, Watch] = {}
+        self._watched: dict[str, Watched] = {}
         self._leases = Leases(config.lease_s, MOST_INSTANCES)
         self._told: dict[str, None] = {}  # incompatibilities already in the log
         self._fleet = Fleet()
@@ -163,14 +163,14 @@ class Registry:
         known.sort(key=lambda one: (one.description.instance.instance_id, one.description.instance.address))
         return registry_pb2.WatchResponse(instances=known)
 
-    def _watch(self, address: str, side: Side) -> Watch:
+    def _watch(self, address: str, side: Side) -> Watched:
         if address not in self._watched:
-            self._watched[address] = Watch(
+            self._watched[address] = Watched(
                 address, side, self._config, self._secrets, self._highest_token_id, self._news
             )
         return self._watched[address]
 
-    def _news(self, watch: Watch) -> None:
+    def _news(self, watch: Watched) -> None:
         report = None if watch.description is None else report_from(watch.description)
         if watch.instance is not None and report is not None:
             self._on_report(watch.instance, report)
@@ -196,7 +196,7 @@ class Registry:
     def _forget(self, address: str) -> None:
         self._spawn(self._see_off(self._watched.pop(address)))
 
-    async def _see_off(self, watch: Watch) -> None:
+    async def _see_off(self, watch: Watched) -> None:
         await watch.stop()
         # What is in flight there may still end by itself.
         await watch.link.channel.close(grace=self._config.request_timeout_s)

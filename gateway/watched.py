@@ -29,7 +29,7 @@ _FIRST_BACKOFF_S = 0.2
 Description = bootstrap_pb2.DescribeResponse
 
 
-class Watch:
+class Watched:
     def __init__(
         self,
         address: str,
@@ -37,7 +37,7 @@ class Watch:
         config: GatewayConfig,
         secrets: Secrets | None,
         highest_token_id: int,
-        on_news: Callable[[Watch], None],
+        on_news: Callable[[Watched], None],
     ) -> None:
         self.side, self.link = side, connect(address, config, secrets)
         self.static = False  # it is in a list, so that it is asked from time to time
