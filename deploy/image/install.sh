@@ -14,7 +14,8 @@ import tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-print(*project["dependencies"], *project["optional-dependencies"][sys.argv[1]], sep="\n")
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *extras[sys.argv[1]], *extras["otel"], sep="\n")
 PYTHON
 }
 

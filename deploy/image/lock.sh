@@ -7,7 +7,7 @@ out=deploy/image/constraints.txt
 {
     # shellcheck disable=SC2016 # it is a name
     echo '# Every version that an image may hold, direct and indirect; `make image-lock` writes it from pyproject.toml.'
-    .venv/bin/uv pip compile --quiet pyproject.toml --extra cuda --python-version 3.11 --no-annotate --no-header \
+    .venv/bin/uv pip compile --quiet pyproject.toml --extra cuda --extra otel --python-version 3.11 --no-annotate --no-header \
         ${index:+--default-index "$index"}
 } >"$out.new"
 mv "$out.new" "$out"

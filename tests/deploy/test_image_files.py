@@ -29,7 +29,11 @@ def test_every_version_is_pinned_and_is_the_projects() -> None:
     lines = (IMAGE / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     told = project()["project"]
-    for requirement in (*told["dependencies"], *told["optional-dependencies"]["cuda"]):
+    for requirement in (
+        *told["dependencies"],
+        *told["optional-dependencies"]["cuda"],
+        *told["optional-dependencies"]["otel"],
+    ):
         name, version = requirement.split("==")
         assert pinned.get(re.sub(r"\[.*", "", name)) == version, f"{requirement}: run `make image-lock`"
 
