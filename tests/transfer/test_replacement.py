@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.transfer.pools import pipeline
-from tests.transfer.test_sides import D0, LAYERS, ONE, P0, ready, receiving, sender, submitted
+from tests.transfer.sides_rig import D0, LAYERS, ONE, P0, ready, receiving, sender, submitted
 from transfer.actions import Observe, Peer, Send
 from transfer.messages import Destinations, Failed, Stop, Stopped
 from transfer.replacement import Backoff, ReplacementLimits, Suspects, Tails

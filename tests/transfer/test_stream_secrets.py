@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy
 import pytest
 
-from tests.transfer.test_stream import wait
+from tests.transfer.stream_rig import wait
 from transfer.io.stream.engine import StreamEngine
 from transfer.io.stream.wire import (
     CHALLENGE,
