@@ -1,4 +1,7 @@
-"""Instances on several hosts with real ranks: the ring, the hidden states and the hand-over go over TCP."""
+"""Instances on several hosts with real ranks: the ring, the hidden states and the hand-over go over TCP.
+
+`make soak ARGS="-k test_group"`; what daemons do is in the default run, `tests/pipeline/test_group.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.e2e.group import GroupedPair
 from tests.e2e.prompts import prompts, reference
 
 TOKENS = 64
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 def test_tokens_of_a_group_are_the_references_also_after_a_member_was_killed(tiny: Path) -> None:
@@ -40,9 +43,7 @@ def test_tokens_of_a_group_are_the_references_also_after_a_member_was_killed(tin
         assert decode["epoch"] > epochs[1] and "member 1 of 2 (127.0.0.1) was lost" in decode["last_failure"]
 
 
-@pytest.mark.soak
 def test_a_storm_of_killed_leaders_members_and_ranks_under_load(tiny: Path) -> None:
-    """`make soak ARGS="-k storm_of_killed_leaders"`; about five minutes."""
     asked, wanted = prompts(tiny), reference(tiny, TOKENS)
     chance = random.Random(5)
     with GroupedPair(tiny, "--chunk-size", "128", "--ring-timeout", "4") as pair, ThreadPoolExecutor(8) as pool:
