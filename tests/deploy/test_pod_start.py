@@ -70,7 +70,7 @@ def test_a_leader_worker_set_says_it_by_its_own_variables(start, pod: str, index
         ("0", "ready", ["health", "127.0.0.1:7001"]),
         ("0", "live", ["health", "--live", "127.0.0.1:7001"]),
         ("1", "ready", ["health", "d-0-0.d.serving.svc:7001"]),
-        ("1", "live", []),
+        ("1", "live", ["health", "--live", "127.0.0.1:7001"]),
     ],
 )
 def test_the_leader_answers_for_its_group(start, index: str, question: str, answered_by: list[str]) -> None:  # type: ignore[no-untyped-def]

@@ -58,7 +58,10 @@ def environment(pod: Pod, address: str) -> dict[str, str]:
 
 
 def names(objects: Iterable[Object], pods: Iterable[Pod], addresses: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(name, address) that cluster DNS answers with: of headless services, and of pods by them."""
+    """(name, address) that cluster DNS answers with: of pods by their headless service, else of the service as a whole.
+
+    Not both: gRPC's resolver takes names and addresses of a file of hosts that have one in common for one host.
+    """
     answers = []
     for thing in objects:
         if thing["kind"] != "Service" or thing["spec"].get("clusterIP") != "None":
@@ -66,9 +69,8 @@ def names(objects: Iterable[Object], pods: Iterable[Pod], addresses: Mapping[str
         service = f"{thing['metadata']['name']}.{NAMESPACE}.svc"
         for pod in pods:
             if pod.namespace == NAMESPACE and selects(thing["spec"]["selector"], pod.labels):
-                answers.append((service, addresses[pod.name]))
-                if pod.service == thing["metadata"]["name"]:
-                    answers.append((f"{pod.name}.{service}", addresses[pod.name]))
+                own = pod.service == thing["metadata"]["name"]
+                answers.append((f"{pod.name}.{service}" if own else service, addresses[pod.name]))
     return answers
 
 
