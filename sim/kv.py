@@ -14,6 +14,7 @@ from zlib import crc32
 from sim.clock import Violation
 
 POSITIONS = 1 << 12  # more than any prompt and output has
+NOBODY = -2  # attempt whose content no rank may ever read
 
 
 class KvPool:
