@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cli import build_parser
 from tests.net.deployment import Deployment, text_of
 from tests.net.switch import Path
 
@@ -24,9 +23,6 @@ PREFILL, DECODE = "prod-paceline-prefill-0", "prod-paceline-decode-0"
 
 @pytest.fixture(scope="module", params=[0.001, 0.02], ids=["1ms", "20ms"])
 def deployment(_hosts: None, request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    taken = build_parser().parse_known_args(["gateway", "--prefill=a:1", "--decode=b:1", "--registry=c:1"])
-    if "--registry=c:1" in taken[1]:
-        pytest.skip("this command has no registry of instances yet")
     with Deployment(VALUES, Path(delay=request.param / 2)) as deployment:
         deployment.until_ready()
         yield deployment
