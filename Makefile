@@ -28,8 +28,8 @@ run: export ASK := $(ASK)
 run: setup  ## start a 2+2-rank cluster here, ask it something, serve until Ctrl-C (ASK="…", ARGS="--port 0 …")
 	@exec $(PY) -m paceline.cli up --ask="$$ASK" $(ARGS)
 
-test: setup lint  ## lint, then the fast tests (ARGS="-k name" for some of them)
-	@$(PY) -m pytest $(ARGS)
+test: setup lint  ## lint, then the fast tests, two files at a time (ARGS="-k name" for some of them)
+	@$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint:  ## style, import rules, purity, types, generated code, the wire contract
 	@$(VENV)/bin/ruff check .

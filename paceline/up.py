@@ -37,9 +37,9 @@ async def up(options: argparse.Namespace) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with lock(run_dir):
         model = model_folder(options)
-        key = first_key(options)
         if problem := port_problem(options.host, 0):
             raise SystemExit(f"paceline: cannot listen on --host {options.host}: {problem}")
+        key = first_key(options)
         port = options.port or free_ports(options.host, 1)[0]
         if problem := port_problem(options.host, port):
             raise SystemExit(

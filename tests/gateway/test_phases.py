@@ -15,7 +15,7 @@ from gateway.instances import Side
 from gateway.phases import Breakdown
 from paceline_proto.v1 import generation_pb2
 from tests.gateway.scripted_cluster import cluster, run
-from tests.gateway.scripted_instances import Kind, decode_saying, outcome, refuses, tokens
+from tests.gateway.scripted_instances import Kind, decode_saying, hang, outcome, refuses, tokens
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -87,7 +87,7 @@ def test_clients_and_prometheus_are_told(model_folder: Path, stream: bool) -> No
 def test_errors_before_a_token_have_no_breakdown(model_folder: Path) -> None:
     async def test() -> None:
         refused = refuses(grpc.StatusCode.INVALID_ARGUMENT, "no such token")
-        async with cluster(model_folder, refused, decode_saying([7, 8])) as c, aiohttp.ClientSession() as session:
+        async with cluster(model_folder, refused, hang) as c, aiohttp.ClientSession() as session:
             async with session.post(f"{c.url}/v1/completions", json={"model": "m", "prompt": "x"}) as answer:
                 assert answer.status == 400 and "Server-Timing" not in answer.headers
 
