@@ -7,7 +7,9 @@ an instance took beyond the instance's own phases is the way there and back ("ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from gateway.instances import Side
 
@@ -18,6 +20,24 @@ RESUME = "resume"  # attempts that failed before any token, and the wait for ano
 NETWORK = "network"  # gRPC between gateway and instance, both ways
 DELIVER = "deliver"  # text of the first token, and writing it to the client
 OWN = (PARSE, ROUTE, RESUME, DELIVER)
+# Phases that instances tell; what one of another release calls otherwise is OTHER. Names become labels of metrics and
+# parts of a header, so neither their number nor what is in them is an instance's to choose.
+TOLD = (
+    "queue", "bootstrap", "handshake", "allocation", "wait", "forward", "hand_over", "transfer", "generate",
+    "retracted", "abort", "reply",
+)  # fmt: skip
+OTHER = "other"
+_MOST_TOLD = 64
+
+
+def believed(told: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Of what an instance tells, what can be a phase: each name once, and no time that is none."""
+    total: dict[str, float] = {}
+    for name, seconds in islice(told, _MOST_TOLD):
+        if 0.0 <= seconds < math.inf:
+            name = name if name in TOLD else OTHER
+            total[name] = total.get(name, 0.0) + seconds
+    return list(total.items())
 
 
 class Breakdown:

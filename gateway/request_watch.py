@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gateway.instances import Pair, Side
 from gateway.metrics import Metrics
-from gateway.phases import OWN, Breakdown
+from gateway.phases import OWN, Breakdown, believed
 from paceline_proto.v1 import generation_pb2
 from telemetry.spans import Attributes, Span, Tracer
 
@@ -108,7 +108,7 @@ def watch_call(side: Side, pair: Pair, attempt: int) -> CallWatch:
 
 
 def _phases(told: Iterable[generation_pb2.Phase]) -> list[tuple[str, float]]:
-    return [(phase.name, phase.seconds) for phase in told]
+    return believed((phase.name, phase.seconds) for phase in told)
 
 
 def _us(seconds: float) -> int:

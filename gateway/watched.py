@@ -26,6 +26,7 @@ from security.secrets import Secrets
 log = logging.getLogger("paceline.gateway")
 
 _FIRST_BACKOFF_S = 0.2
+_NOT_ASKED = "not asked yet"
 Description = bootstrap_pb2.DescribeResponse
 
 
@@ -43,7 +44,7 @@ class Watched:
         self.static = False  # it is in a list, so that it is asked from time to time
         self.description: Description | None = None
         self.instance: Instance | None = None
-        self.status = "not asked yet"  # why it is not used, for people
+        self.status = _NOT_ASKED  # why it is not used, for people
         self._config, self._highest_token_id, self._on_news = config, highest_token_id, on_news
         self._look_now = asyncio.Event()
         self._looking = False  # it is being asked
@@ -133,7 +134,7 @@ class Watched:
         self._become(None, why)
 
     def _become(self, instance: Instance | None, status: str) -> None:
-        if instance != self.instance:
+        if instance != self.instance or self.status == _NOT_ASKED:
             if instance is not None:
                 words = "%s instance %s at %s serves (epoch %d)"
                 log.info(words, self.side.value, instance.instance_id, self.address, instance.epoch)

@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
         pass
     try:
         found = socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the second: it cannot be a name at all
         return False
     return bool(found) and all(ipaddress.ip_address(str(a[4][0]).partition("%")[0]).is_loopback for a in found)
 

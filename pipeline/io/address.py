@@ -82,7 +82,7 @@ def _resolve(host: str) -> Address:
         pass
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: it cannot be a name at all
         raise BadAddress(f"host {host!r} does not resolve here: {error}") from None
     return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
 

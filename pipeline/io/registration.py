@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ _RESOLVE_PATIENCE_S = 5.0
 _CALL_PATIENCE_S, _LEAVE_PATIENCE_S = 2.0, 0.5
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 1.0
 _HEARTBEATS_S = (0.05, 60.0)  # whatever a gateway asks for, within these
+_LONGEST_WHY = 400
 _MOST_GATEWAYS = 64
 _OPTIONS = (
     # A restarted gateway is found again at once, not after gRPC's two minutes.
@@ -48,9 +50,17 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 async def resolve(name: str) -> list[str]:
     """All addresses of "host:port". Raises `OSError` or `TimeoutError`."""
     host, port = split_host_port(name)
-    async with asyncio.timeout(_RESOLVE_PATIENCE_S):
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        async with asyncio.timeout(_RESOLVE_PATIENCE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host[:80]!r} cannot be the name of a host: {error}") from None
     return list(dict.fromkeys(join_host_port(str(address[0]), port) for *_, address in found))
+
+
+def heartbeat_pause(asked: float) -> float:
+    least, most = _HEARTBEATS_S
+    return _LONGEST_BACKOFF_S if math.isnan(asked) else min(max(asked, least), most)
 
 
 class Registration:
@@ -158,9 +168,9 @@ class _Contact:
                 answer = await self._stub.Register(request, timeout=_CALL_PATIENCE_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                    self._say("does not answer, trying on")
+                    self._say("does not answer, trying on", error.details())
                 else:
-                    self._say(f"refuses: {error.details()} ({error.code().name})")
+                    self._say(f"refuses ({error.code().name})", error.details())
                 pause, backoff = backoff, min(2 * backoff, _LONGEST_BACKOFF_S)
             except asyncio.CancelledError:
                 if self._task.cancelling():
@@ -169,16 +179,15 @@ class _Contact:
             else:
                 self._say("knows this instance")
                 backoff = _FIRST_BACKOFF_S
-                least, most = _HEARTBEATS_S
-                pause = min(max(answer.heartbeat_s, least), most)
+                pause = heartbeat_pause(answer.heartbeat_s)
             try:
                 async with asyncio.timeout(pause):
                     await self.due.wait()
             except TimeoutError:
                 pass
 
-    def _say(self, what: str) -> None:
-        """Once, not at every heartbeat."""
+    def _say(self, what: str, why: str | None = None) -> None:
+        """Once, not at every heartbeat, though the details may differ each time."""
         if what != self._told:
             self._told = what
-            log.info("gateway %s %s", self._address, what)
+            log.info("gateway %s %s%s", self._address, what, f": {why[:_LONGEST_WHY]}" if why else "")

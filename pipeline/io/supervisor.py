@@ -109,6 +109,7 @@ class Supervisor:
     def drain(self, reason: str, patience: float) -> None:
         """Takes nothing new until `resume`; what is open gets `patience` seconds. Raises `Stopping`."""
         self._refuse_if_stopping()
+        self._pause_drains = False  # also one that a pause began is the operator's now, and outlives the epoch
         self.draining.begin(reason, patience)
         if self.phase is Phase.SERVING:
             self._enter(Phase.DRAINING)
@@ -116,6 +117,9 @@ class Supervisor:
     def resume(self) -> None:
         """Undoes a drain. Raises `Stopping`."""
         self._refuse_if_stopping()
+        if self._pause.is_set():  # this epoch ends all the same, and empties itself first; the next one serves
+            self._pause_drains = True
+            return
         if self.draining.active:
             log.info("resumed: no drain any more")
         self.draining.end()
@@ -137,7 +141,7 @@ class Supervisor:
 
     def pause(self, reason: str) -> None:
         """As the first `stop`, but of this epoch alone: the next one starts when all hosts are there."""
-        if self._stop.is_set() or self._pause.is_set():
+        if self.incarnation is None or self._stop.is_set() or self._pause.is_set():
             return
         self._pause_reason = reason
         if not self.draining.active:  # an operator's drain goes on as it is, also in the next epoch
@@ -160,12 +164,12 @@ class Supervisor:
                 if not await self._gathered():
                     return 0
                 self.epoch = self._folder.next_epoch(max(self.config.first_epoch, self._hosts.epoch_floor() + 1))
-                self._pause.clear()
                 started = time.monotonic()
                 failure = await self._run_epoch()
                 self._hosts.epoch_over()
                 if self._stop.is_set():
                     return 0
+                self._pause.clear()
                 if self._pause_drains:
                     self._pause_drains = False
                     self.draining.end()
@@ -216,7 +220,7 @@ class Supervisor:
             await _first_of(current.failure, stopped, paused)
             if stopped.done() or (paused.done() and not current.failure.done()):
                 await self._leave(current)
-            else:
+            if current.failure.done() and not self._stop.is_set():  # also while it emptied itself
                 self._enter(Phase.RESTARTING)  # nothing new comes in from here on
                 failure = await current.last_words(current.failure.result())
         finally:
@@ -231,6 +235,9 @@ class Supervisor:
             self.divergences += current.diverged
             ended = self.attempts.fail_all(f"{self.config.instance} (epoch {self.epoch}): {failure.reason}")
             log.error("epoch %d failed, all ranks are ended, %d open attempts: %s", self.epoch, ended, failure.reason)
+        elif not self._stop.is_set():
+            # Those let go whose end rank 0 did not tell in time: nobody is left who could.
+            self.attempts.fail_all(f"{self.config.instance} (epoch {self.epoch}): {self._pause_reason}")
         return failure
 
     async def _serve_when_ready(self, current: Incarnation) -> None:

@@ -12,8 +12,10 @@ import grpc
 import pytest
 
 from gateway.instances import Side
-from gateway.phases import Breakdown
+from gateway.phases import OTHER, TOLD, Breakdown
 from paceline_proto.v1 import generation_pb2
+from pipeline.io.phase_times import QUEUE
+from pipeline.phases import FORWARD, GENERATE, PHASES, REPLY
 from tests.gateway.scripted_cluster import cluster, run
 from tests.gateway.scripted_instances import Kind, decode_saying, hang, outcome, refuses, tokens
 
@@ -112,5 +114,36 @@ def test_without_a_collector_the_clients_trace_goes_on_or_nothing(
                 async with session.post(f"{c.url}/v1/completions", json={"model": "m", "prompt": "x"}) as answer:
                     assert answer.status == 200
         assert heard[0].get("traceparent") == passed
+
+    run(test)
+
+
+def test_the_gateway_knows_every_phase_that_instances_of_its_release_tell() -> None:
+    assert set(TOLD) == {QUEUE, FORWARD, GENERATE, REPLY, *PHASES.values()}
+
+
+def test_phases_that_are_none_reach_neither_clients_nor_metrics(model_folder: Path) -> None:
+    nonsense = [("forward", float("nan")), ("queue", -5.0), ("wait", float("inf")), ("a\r\nX-Evil: 1", 1e-9)]
+
+    async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        chunk, ended = tokens(0, 7), outcome(Kind.KIND_HANDED_OVER)
+        for phases in (chunk.tokens.phases, ended.outcome.phases):
+            for name, seconds in [*nonsense, *((f"p{number}", 1e-9) for number in range(2000))]:
+                phases.add(name=name, seconds=seconds)
+        yield chunk
+        yield ended
+
+    async def test() -> None:
+        async with cluster(model_folder, script, decode_saying([7, 8, 9], Kind.KIND_LENGTH)) as c:
+            async with aiohttp.ClientSession() as session:
+                body = {"model": "m", "prompt": "say it", "max_tokens": 3, "stream": True}
+                async with session.post(f"{c.url}/v1/completions", json=body) as answer:
+                    assert answer.status == 200 and (await answer.text()).endswith("data: [DONE]\n\n")
+                    named = re.findall(r"(\w+);dur=", answer.headers["Server-Timing"])
+                async with session.get(f"{c.url}/metrics") as metrics:
+                    text = await metrics.text()
+        assert named == ["parse", "route", "network", f"prefill_{OTHER}"]
+        told = set(re.findall(r'attempt_phase_seconds_count{phase="([^"]*)",side="prefill"}', text))
+        assert told == {OTHER} and "NaN" not in text
 
     run(test)

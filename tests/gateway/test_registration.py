@@ -26,7 +26,7 @@ from gateway.config import GatewayConfig
 from paceline.config import free_ports
 from paceline_proto.v1 import bootstrap_pb2, common_pb2, registry_pb2, registry_pb2_grpc
 from pipeline.io.address import BadAddress
-from pipeline.io.registration import Registration, resolve
+from pipeline.io.registration import Registration, heartbeat_pause, resolve
 from tests.gateway.registering import registered
 from tests.gateway.scripted_cluster import run, until
 from tests.gateway.scripted_instances import (
@@ -197,10 +197,12 @@ def test_a_name_is_resolved_to_every_address_it_has() -> None:
     async def test() -> None:
         assert await resolve("127.0.0.1:8001") == ["127.0.0.1:8001"]
         assert "127.0.0.1:8001" in await resolve("localhost:8001")
-        with pytest.raises(OSError):
-            await resolve("no-such-host.invalid:8001")
+        for no_name in ("no-such-host.invalid:8001", "a..b:8001", f"{'a' * 64}.local:8001"):
+            with pytest.raises(OSError):
+                await resolve(no_name)
 
     run(test)
+    assert [heartbeat_pause(asked) for asked in (0.0, 0.4, 1e9, float("nan"))] == [0.05, 0.4, 60.0, 1.0]
     with pytest.raises(BadAddress, match="has port 0"):
         Registration(["127.0.0.1:0"], bootstrap_pb2.DescribeResponse)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline_proto.v1 import generation_pb2
+from paceline_proto.v1 import admin_pb2, generation_pb2
 from tests.pipeline.daemon_harness import Daemon, eventually, is_running, request
 from tests.pipeline.group_harness import REMEMBERED, ScriptedGroup, children, signal_to, waits_for
 from tests.pipeline.scripted_rank import ECHO, HANG
@@ -141,6 +141,39 @@ def test_a_member_that_is_asked_to_stop_lets_open_requests_end_first(group: Scri
     assert other.process.poll() is None
     signal_to(other, signal.SIGTERM)
     assert other.wait() == 0
+
+
+def test_operators_and_a_member_that_leaves_each_get_their_drain_and_no_open_request_hangs(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path, size=3, ranks=3, drain_timeout=60)
+    try:
+        leader, first, second = group.leader(), group.member(1), group.member(2)
+        epoch = leader.when_serving().describe().instance.epoch
+        call = hang(leader, "a")
+        signal_to(first, signal.SIGTERM)
+        waits_for(leader, "draining: member 1 of 3 leaves")
+        # Given a member that leaves, when an operator resumes, what is open still gets its time, and nothing new comes.
+        assert leader.admin.Resume(admin_pb2.ResumeRequest(), timeout=10).phase == "draining"
+        assert leader.describe().draining and leader.status().open_attempts == 1
+        # When an operator drains, and then a member dies, the request that is open ends at once, with the reason.
+        leader.admin.Drain(admin_pb2.DrainRequest(reason="new kernel", deadline_s=600), timeout=10)
+        second.process.kill()
+        assert "member 2 of 3 (127.0.0.1) was lost" in end_of(call)
+        assert first.wait() == 0
+        # A member that leaves while there are no ranks makes nothing drain.
+        waits_for(leader, "waiting for member 1 of 3")
+        again = group.member(1)
+        waits_for(leader, "waiting for member 2 of 3")
+        signal_to(again, signal.SIGTERM)
+        assert again.wait() == 0
+        group.member(1, folder="other")
+        group.member(2)
+        # The operator's drain has outlived all that, and ends with the operator's word.
+        eventually("the next epoch", lambda: leader.describe().draining and leader.describe().instance.epoch > epoch)
+        assert leader.describe().not_serving_reason == "prefill-0 is draining: new kernel"
+        assert leader.admin.Resume(admin_pb2.ResumeRequest(), timeout=10).phase == "serving"
+        assert echoes(leader, "b") and leader.status().open_attempts == 0
+    finally:
+        group.close()
 
 
 def test_who_does_not_fit_into_the_group_is_refused_on_both_sides(group: ScriptedGroup) -> None:
