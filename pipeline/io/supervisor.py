@@ -221,8 +221,11 @@ class Supervisor:
             if stopped.done() or (paused.done() and not current.failure.done()):
                 await self._leave(current)
             if current.failure.done() and not self._stop.is_set():  # also while it emptied itself
+                first = current.failure.result()
+                # Said already while the last words are waited for.
+                self.last_failure = f"rank {first.rank} {first.reason}"
                 self._enter(Phase.RESTARTING)  # nothing new comes in from here on
-                failure = await current.last_words(current.failure.result())
+                failure = await current.last_words(first)
         finally:
             serving.cancel()
             stopped.cancel()

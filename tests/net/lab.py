@@ -107,6 +107,13 @@ class Lab:
         self.addresses[host] = address
         self._introduce()
 
+    def tune(self, host: str, settings: Mapping[str, object]) -> None:
+        """Sets kernel settings of that host's network."""
+        for name, value in settings.items():
+            setting = FilePath("/proc/sys", *name.split("."))
+            command = ["ip", "netns", "exec", self.namespace(host), "tee", str(setting)]
+            subprocess.run(command, input=f"{value}\n", check=True, capture_output=True, text=True)
+
     # ---- the network
 
     def cut(self, source: str, target: str, both: bool = True) -> None:
@@ -153,10 +160,7 @@ class Lab:
         _ip("-n", namespace, "link", "set", "lo", "up")
         _ip("-n", namespace, "addr", "add", f"{self.addresses[host]}/24", "dev", "eth0")
         _ip("-n", namespace, "link", "set", "eth0", "up")
-        for name, value in SYSCTLS.items():
-            setting = FilePath("/proc/sys", *name.split("."))
-            command = ["ip", "netns", "exec", namespace, "tee", str(setting)]
-            subprocess.run(command, input=f"{value}\n", check=True, capture_output=True, text=True)
+        self.tune(host, SYSCTLS)
 
     def _introduce(self) -> None:
         for host in self.addresses:

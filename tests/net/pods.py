@@ -24,11 +24,22 @@ class Pod:
     labels: Labels
     namespace: str = NAMESPACE
     service: str = ""  # the headless service that gives it a name of its own
-    container: Object = field(default_factory=dict)
+    spec: Object = field(default_factory=dict)
 
     @property
-    def component(self) -> str:
-        return self.labels.get("app.kubernetes.io/component", "")
+    def container(self) -> Object:
+        (container,) = self.spec["containers"]
+        return container  # type: ignore[no-any-return]
+
+    @property
+    def mounts(self) -> dict[str, Object]:
+        """What is mounted where."""
+        volumes = {volume["name"]: volume for volume in self.spec["volumes"]}
+        return {mount["mountPath"]: volumes[mount["name"]] for mount in self.container["volumeMounts"]}
+
+    @property
+    def sysctls(self) -> dict[str, str]:
+        return {setting["name"]: setting["value"] for setting in self.spec["securityContext"].get("sysctls", [])}
 
 
 def pods_of(objects: Iterable[Object]) -> list[Pod]:
@@ -38,11 +49,10 @@ def pods_of(objects: Iterable[Object]) -> list[Pod]:
         if thing["kind"] not in ("StatefulSet", "Deployment"):
             continue
         spec = thing["spec"]
-        (container,) = spec["template"]["spec"]["containers"]
         for ordinal in range(spec["replicas"]):
             name = f"{thing['metadata']['name']}-{ordinal}"
             labels = spec["template"]["metadata"]["labels"]
-            found.append(Pod(name, labels, service=spec.get("serviceName", ""), container=container))
+            found.append(Pod(name, labels, service=spec.get("serviceName", ""), spec=spec["template"]["spec"]))
     return found
 
 

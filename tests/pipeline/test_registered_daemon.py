@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -48,6 +49,11 @@ def test_G3_a_daemon_registers_outlives_a_second_of_standing_still_drains_and_le
             status = await asyncio.to_thread(daemon.status)
             assert (status.restarts, status.instance.epoch) == (0, 1)
 
+            os.kill(status.ranks[1].pid, signal.SIGKILL)
+            await changed
+            await until(lambda: registry.fleet.prefills, within_s=25)
+            changed = asyncio.create_task(registry.change())
+
             call = daemon.generate(request([HANG], "open"))
             await asyncio.to_thread(next, call)
             daemon.process.send_signal(signal.SIGTERM)
@@ -65,4 +71,7 @@ def test_G3_a_daemon_registers_outlives_a_second_of_standing_still_drains_and_le
 
     run(test)
     said = [record.getMessage() for record in caplog.records if "prefill-0" in record.getMessage()]
+    assert any("is restarting after: rank 1 was killed" in line for line in said), (
+        "the reason comes with the first word"
+    )
     assert any("has left: prefill-0 is stopping: received SIGTERM" in line for line in said)
