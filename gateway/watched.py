@@ -18,7 +18,7 @@ from contextlib import suppress
 import grpc
 
 from gateway.config import GatewayConfig
-from gateway.instances import Instance, Side
+from gateway.instances import LONGEST_NAME, Instance, Side, is_name
 from gateway.wire import PROTO_ROLE, cancelled_by_us, connect, instance_from
 from paceline_proto.v1 import bootstrap_pb2
 from security.secrets import Secrets
@@ -26,6 +26,7 @@ from security.secrets import Secrets
 log = logging.getLogger("paceline.gateway")
 
 _FIRST_BACKOFF_S = 0.2
+_LONGEST_REASON = 1000
 _NOT_ASKED = "not asked yet"
 Description = bootstrap_pb2.DescribeResponse
 
@@ -147,7 +148,11 @@ class Watched:
         if description.role != PROTO_ROLE[self.side]:
             return None, f"it is not a {self.side.value} instance"
         if not description.serving:
-            return None, description.not_serving_reason or "not serving"
+            return None, description.not_serving_reason[:_LONGEST_REASON] or "not serving"
+        for what in ("instance_id", "address"):
+            value = getattr(description.instance, what)
+            if value and not is_name(value):
+                return None, f"its {what} has {len(value)} characters; at most {LONGEST_NAME} printable ones are taken"
         if 0 < description.vocab_size <= self._highest_token_id:
             # Another model's tokenizer would produce ids this one cannot embed.
             return None, f"its vocabulary of {description.vocab_size} ids is smaller than the gateway's tokenizer's"

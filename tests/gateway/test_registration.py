@@ -27,6 +27,7 @@ from paceline.config import free_ports
 from paceline_proto.v1 import bootstrap_pb2, common_pb2, registry_pb2, registry_pb2_grpc
 from pipeline.io.address import BadAddress
 from pipeline.io.registration import Registration, heartbeat_pause, resolve
+from security.folder import make
 from tests.gateway.registering import registered
 from tests.gateway.scripted_cluster import run, until
 from tests.gateway.scripted_instances import (
@@ -205,6 +206,33 @@ def test_a_name_is_resolved_to_every_address_it_has() -> None:
     assert [heartbeat_pause(asked) for asked in (0.0, 0.4, 1e9, float("nan"))] == [0.05, 0.4, 60.0, 1.0]
     with pytest.raises(BadAddress, match="has port 0"):
         Registration(["127.0.0.1:0"], bootstrap_pb2.DescribeResponse)
+
+
+def test_secrets_of_another_cluster_are_told_once_on_both_sides(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    make(tmp_path / "ours")
+    theirs = make(tmp_path / "theirs")
+
+    async def test() -> None:
+        one = prefill()
+        async with one.serving():  # without any secrets
+            async with gateway(model_folder, secrets=str(tmp_path / "ours"), prefill=(one.address,)) as server:
+                registration = Registration([registry_of(server)], one.description, theirs)
+                registration.start()
+                await until(lambda: len(told("CERTIFICATE_VERIFY_FAILED")) == len(told("takes no requests")) == 1)
+                await asyncio.sleep(0.5)  # and no more, though both go on trying
+                await registration.leave("")
+                assert used(server) == []
+
+    def told(what: str) -> list[str]:
+        return [line for record in caplog.records if what in (line := record.getMessage())]
+
+    run(test)
+    assert "does not answer, trying on: " in told("CERTIFICATE_VERIFY_FAILED")[0]
+    assert "takes no requests: UNAVAILABLE: " in told("takes no requests")[0]
+    assert len(told("does not answer")) == len(told("takes no requests")) == 1
 
 
 # -- G2 --------------------------------------------------------------------------------------------------------------
