@@ -50,6 +50,7 @@ class Watched:
         self._look_now = asyncio.Event()
         self._looking = False  # it is being asked
         self._looked = asyncio.Event()  # it has answered, or not; a new event each time
+        self.answers_as = ""  # the instance id it gave when last asked; empty: it could not be reached
         self._reached = False  # what it said last time, it said to us
         self._task = asyncio.create_task(self._run(), name=f"watch {address}")
 
@@ -72,6 +73,10 @@ class Watched:
         self._look_now.set()
         if unreachable:
             self._lose("a call failed")
+
+    def doubted(self) -> None:
+        """Another instance says that it is there: it is asked at once."""
+        self._look_now.set()
 
     async def ask_again(self) -> None:
         """Waits until it has said what it is from now on, or has not."""
@@ -122,7 +127,7 @@ class Watched:
                     raise
                 self._lose("it cancelled the call")
             else:
-                self._reached = True
+                self._reached, self.answers_as = True, description.instance.instance_id
                 self._take(description)
             return
 
@@ -131,7 +136,7 @@ class Watched:
         self._become(*self._judge(description))
 
     def _lose(self, why: str) -> None:
-        self._reached = False
+        self._reached, self.answers_as = False, ""
         self._become(None, why)
 
     def _become(self, instance: Instance | None, status: str) -> None:

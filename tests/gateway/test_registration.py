@@ -348,6 +348,38 @@ def test_an_instance_that_stays_silent_is_not_used_for_long(model_folder: Path) 
     run(test)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_that_gives_the_address_of_another_is_refused_and_harms_it_not(
+    model_folder: Path, caplog: pytest.LogCaptureFixture, first: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        one, impostor = prefill(), decode("d9")
+        async with gateway(model_folder) as server, one.serving():
+            impostor.address = one.address
+            true, false = (Registration([registry_of(server)], instance.description) for instance in (one, impostor))
+            for registration in (true, false) if first else (false, true):
+                registration.start()
+                await until(server.gateway.registry.describe)
+            await until(lambda: "p0" in used(server) and "refuses (ALREADY_EXISTS)" in caplog.text)
+            assert f"at {one.address} answers p0, not d9; every instance needs" in caplog.text
+            changed = asyncio.create_task(server.gateway.registry.change())
+            for _ in range(10):
+                false.nudge()
+                await asyncio.sleep(0.02)
+            assert not changed.done() and used(server) == ["p0"]
+            changed.cancel()
+            # When another instance runs there from now on, it is known under its own name at once, as it was before.
+            await false.leave("")
+            one.name = "p1"
+            true.nudge()
+            await until(lambda: used(server) == ["p1"])
+            await true.leave("")
+
+    run(test)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
