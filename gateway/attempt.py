@@ -85,7 +85,7 @@ class Attempt:
 
     def start(self, job: Job, delivered: Sequence[int], timeout_s: float) -> None:
         """Goes on behind the tokens that earlier attempts delivered."""
-        self._merge = Merge(delivered)
+        self._merge = Merge(delivered, job.sampling.max_tokens)
         token = secrets.token_bytes(ROOM_TOKEN_BYTES)
         for side in Side:
             here, peer = self.pair.of(side), self.pair.of(side.other)

@@ -175,7 +175,7 @@ async def _serve(http: web.Request, endpoint: str, watch: RequestWatch) -> tuple
     if request.model is not None and request.model != name:
         raise model_not_found(request.model)
     terms = terms_of(http.headers, request.user)
-    await gateway.pair_awaited()
+    await gateway.pair_awaited(terms.timeout_s)
     prompts = await _prompts(gateway, request)
     jobs = make_jobs(request, prompts, gateway.limits(), random.getrandbits(62))
     if len(jobs) > gateway.config.max_inflight:

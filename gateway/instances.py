@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+LONGEST_NAME = 256
+
+
+def is_name(text: str) -> bool:
+    """Whether an instance may be called so: it goes into headers and logs."""
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable()
+
 
 class Side(Enum):
     """The two halves of a pair."""

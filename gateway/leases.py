@@ -46,6 +46,10 @@ class Leases:
         self._held[name] = Lease(address, epoch, now + self.seconds)
         return None
 
+    def name_at(self, address: str) -> str:
+        """Who holds it; empty: nobody."""
+        return next((name for name, lease in self._held.items() if lease.address == address), "")
+
     def end(self, name: str, epoch: int) -> bool:
         """The incarnation has left. False: another one is registered, or none."""
         held = self._held.get(name)

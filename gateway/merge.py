@@ -18,6 +18,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -81,11 +82,12 @@ _RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED")
 class Merge:
     """One attempt of one request."""
 
-    def __init__(self, delivered: Iterable[int] = ()) -> None:
-        """`delivered`: what earlier attempts told of the output."""
+    def __init__(self, delivered: Iterable[int] = (), most: float = math.inf) -> None:
+        """`delivered`: what earlier attempts told of the output; `most`: how many tokens it may have in all."""
         self.delivered: list[int] = list(delivered)  # ids, by position
         self.finish: Finish | None = None
         self.handed_over = False  # proven: decode has all KV and the first token
+        self._most = most
         self._first = len(self.delivered)  # position of this attempt's first token
         self._ahead: list[Token] = []  # decode's tokens from position `_ahead_from` on, waiting for token 0
         self._ahead_from = 0
@@ -105,6 +107,8 @@ class Merge:
         expected = self._next[side]
         if expected is not None and position != expected:
             return self._fail(side, f"told a token at position {position} where {expected} was due")
+        if position + len(tokens) > self._most:
+            return self._fail(side, f"told a token at position {position + len(tokens) - 1} of at most {self._most:g}")
         self._next[side] = position + len(tokens)
         if side is Side.DECODE and position + len(tokens) > self._first + 1:
             self.handed_over = True

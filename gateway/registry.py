@@ -92,7 +92,7 @@ class Registry:
         """A heartbeat: instance id, address and role are there. The refusal, if it is not taken."""
         instance, side = description.instance, _SIDES[description.role]
         address, name = instance.address, instance.instance_id
-        refusal = self._leases.renew(name, address, instance.epoch, time.monotonic())
+        refusal = self._impostor(name, address) or self._leases.renew(name, address, instance.epoch, time.monotonic())
         if refusal is not None:
             return refusal
         known = self._watched.get(address)
@@ -104,6 +104,14 @@ class Registry:
         self._watch(address, side).heard(description)
         self._forget_the_unknown()
         return None
+
+    def _impostor(self, name: str, address: str) -> Refusal | None:
+        """Who holds the address, and answers there when asked, keeps it."""
+        known, holder = self._watched.get(address), self._leases.name_at(address)
+        if known is None or holder in ("", name) or known.answers_as != holder:
+            return None
+        known.doubted()  # if it has gone, the next heartbeat is taken
+        return Refusal(f"at {address} answers {holder}, not {name}; every instance needs an address of its own")
 
     def leave(self, instance: common_pb2.InstanceRef, reason: str) -> None:
         if self._leases.end(instance.instance_id, instance.epoch):

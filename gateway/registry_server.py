@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from gateway.instances import LONGEST_NAME, is_name
 from gateway.registry import MOST_INSTANCES, Registry
 from paceline_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from security.channels import bind
@@ -27,7 +28,6 @@ log = logging.getLogger("paceline.gateway")
 _MOST_WATCHERS = 16
 _WATCH_EVERY_S = 1.0
 _LARGEST_MESSAGE = 1 << 20
-_LONGEST_NAME = 256
 _HEARTBEATS_PER_LEASE = 5
 
 
@@ -81,7 +81,7 @@ class _Service(registry_pb2_grpc.RegistryServicer):
         return self._answer
 
     async def Leave(self, request: registry_pb2.LeaveRequest, context: Any) -> registry_pb2.LeaveResponse:  # type: ignore[override]
-        self._registry.leave(request.instance, request.reason[:_LONGEST_NAME])
+        self._registry.leave(request.instance, request.reason[:LONGEST_NAME])
         return registry_pb2.LeaveResponse()
 
     async def Watch(  # type: ignore[override]
@@ -116,8 +116,8 @@ def _what_is_wrong(instance: common_pb2.InstanceRef, role: int, peer: str) -> st
     if role not in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE):
         return f"role is {role}; it is prefill or decode"
     for what, value in (("instance_id", instance.instance_id), ("address", instance.address)):
-        if not 0 < len(value) <= _LONGEST_NAME or not value.isprintable():
-            return f"instance.{what} has {len(value)} characters; it needs 1 to {_LONGEST_NAME}, printable ones"
+        if not is_name(value):
+            return f"instance.{what} has {len(value)} characters; it needs 1 to {LONGEST_NAME}, printable ones"
     host, colon, port = instance.address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         return f"instance.address {instance.address!r} is not host:port"

@@ -68,10 +68,10 @@ class Gateway:
         fleet, largest = self.registry.fleet, self.files.max_model_len
         return Limits(fleet.context_limit or largest, self.files.vocab_size, fleet.common_limit or largest)
 
-    async def pair_awaited(self) -> None:
+    async def pair_awaited(self, patience_s: float) -> None:
         """Waits a little while no pair serves: a restart is often over soon, and a new gateway learns who is there."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.config.pair_wait_s):
+            async with asyncio.timeout(min(self.config.pair_wait_s, patience_s)):
                 while self.registry.fleet.why_no_pair() is not None and not self.stopping:
                     await self.registry.change()
 

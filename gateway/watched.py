@@ -18,7 +18,7 @@ from contextlib import suppress
 import grpc
 
 from gateway.config import GatewayConfig
-from gateway.instances import Instance, Side
+from gateway.instances import LONGEST_NAME, Instance, Side, is_name
 from gateway.wire import PROTO_ROLE, cancelled_by_us, connect, instance_from
 from paceline_proto.v1 import bootstrap_pb2
 from security.secrets import Secrets
@@ -26,6 +26,7 @@ from security.secrets import Secrets
 log = logging.getLogger("paceline.gateway")
 
 _FIRST_BACKOFF_S = 0.2
+_LONGEST_REASON = 1000
 _NOT_ASKED = "not asked yet"
 Description = bootstrap_pb2.DescribeResponse
 
@@ -49,6 +50,7 @@ class Watched:
         self._look_now = asyncio.Event()
         self._looking = False  # it is being asked
         self._looked = asyncio.Event()  # it has answered, or not; a new event each time
+        self.answers_as = ""  # the instance id it gave when last asked; empty: it could not be reached
         self._reached = False  # what it said last time, it said to us
         self._task = asyncio.create_task(self._run(), name=f"watch {address}")
 
@@ -71,6 +73,10 @@ class Watched:
         self._look_now.set()
         if unreachable:
             self._lose("a call failed")
+
+    def doubted(self) -> None:
+        """Another instance says that it is there: it is asked at once."""
+        self._look_now.set()
 
     async def ask_again(self) -> None:
         """Waits until it has said what it is from now on, or has not."""
@@ -121,7 +127,7 @@ class Watched:
                     raise
                 self._lose("it cancelled the call")
             else:
-                self._reached = True
+                self._reached, self.answers_as = True, description.instance.instance_id
                 self._take(description)
             return
 
@@ -130,7 +136,7 @@ class Watched:
         self._become(*self._judge(description))
 
     def _lose(self, why: str) -> None:
-        self._reached = False
+        self._reached, self.answers_as = False, ""
         self._become(None, why)
 
     def _become(self, instance: Instance | None, status: str) -> None:
@@ -147,7 +153,11 @@ class Watched:
         if description.role != PROTO_ROLE[self.side]:
             return None, f"it is not a {self.side.value} instance"
         if not description.serving:
-            return None, description.not_serving_reason or "not serving"
+            return None, description.not_serving_reason[:_LONGEST_REASON] or "not serving"
+        for what in ("instance_id", "address"):
+            value = getattr(description.instance, what)
+            if value and not is_name(value):
+                return None, f"its {what} has {len(value)} characters; at most {LONGEST_NAME} printable ones are taken"
         if 0 < description.vocab_size <= self._highest_token_id:
             # Another model's tokenizer would produce ids this one cannot embed.
             return None, f"its vocabulary of {description.vocab_size} ids is smaller than the gateway's tokenizer's"

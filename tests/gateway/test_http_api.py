@@ -71,11 +71,16 @@ def test_whole_answers(model_folder: Path, files: ModelFiles, ids: list[int]) ->
             assert chat.usage.completion_tokens == len(ids)
             prompt = files.encode("say it", add_special_tokens=True)
             for form in ("say it", ["say it"], prompt, [prompt]):
-                whole = await c.client.completions.create(model="m", prompt=form, echo=True)
+                whole = await c.client.completions.create(model="m", prompt=form, echo=True, max_tokens=99)
                 assert whole.choices[0].text == "say it" + TEXT
                 assert list(c.prefill.asked[-1].prompt_ids) == prompt
-                assert c.prefill.asked[-1].sampling.max_tokens == 16
-            stream = await c.client.completions.create(model="m", prompt="say it", echo=True, stream=True)
+                assert c.prefill.asked[-1].sampling.max_tokens == 99
+            with pytest.raises(openai.InternalServerError, match="decode side: told a token at position 16 of at most"):
+                await c.client.completions.create(model="m", prompt="say it")
+            assert c.prefill.asked[-1].sampling.max_tokens == 16
+            stream = await c.client.completions.create(
+                model="m", prompt="say it", echo=True, stream=True, max_tokens=99
+            )
             assert "".join([chunk.choices[0].text async for chunk in stream]) == "say it" + TEXT
             assert c.prefill.asked[-1].sampling.seed != c.prefill.asked[-2].sampling.seed, "fresh unless given"
         assert all(c.server.gateway.router.load_of(i).requests == 0 for i in c.server.gateway.registry.fleet.prefills)
@@ -209,8 +214,8 @@ def test_the_other_routes(model_folder: Path, files: ModelFiles, ids: list[int])
                 assert await answer.json() == {"prompt": TEXT + "<|im_end|>"}
             async with http.post("/detokenize", json={"tokens": [-1]}) as answer:
                 assert answer.status == 400
-            headers = {"X-Request-Id": "mine"}
-            async with http.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers) as answer:
+            headers, streamed = {"X-Request-Id": "mine"}, {"prompt": "x", "stream": True, "max_tokens": 99}
+            async with http.post("/v1/completions", json=streamed, headers=headers) as answer:
                 raw = await answer.read()
                 assert raw.endswith(b"data: [DONE]\n\n")
                 assert all(json.loads(line[6:]) for line in raw.split(b"\n\n")[:-2])

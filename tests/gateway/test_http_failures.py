@@ -12,6 +12,7 @@ import grpc
 import openai
 import pytest
 
+from paceline_proto.v1 import common_pb2
 from tests.gateway.scripted_cluster import Cluster, cluster, run, until
 from tests.gateway.scripted_instances import (
     Kind,
@@ -126,6 +127,16 @@ def test_more_than_max_inflight_is_refused(model_folder: Path) -> None:
     run(test)
 
 
+def test_nobody_waits_for_a_pair_beyond_the_clients_own_deadline(model_folder: Path) -> None:
+    async def test() -> None:
+        decode = scripted_decode(decode_saying([ONE, TWO]), serving=False)
+        async with cluster(model_folder, prefill_saying(ONE), decode, pair_wait_s=600.0) as c:
+            with pytest.raises(openai.InternalServerError, match="no decode instance is serving"):
+                await ask(c, extra_headers={"X-Request-Timeout": "0.2"})
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -133,6 +144,8 @@ def test_more_than_max_inflight_is_refused(model_folder: Path) -> None:
         ({"page_size": 32}, "page size 16 and 32"),
         ({"vocab_size": 100}, "vocabulary of 100"),
         ({"role": 1}, "not a decode instance"),
+        ({"instance": common_pb2.InstanceRef(instance_id="d\r\nX-Evil: 1", epoch=7)}, "its instance_id has 12 char"),
+        ({"instance": common_pb2.InstanceRef(instance_id="d" * 257, epoch=7)}, "its instance_id has 257 char"),
     ],
 )
 def test_without_a_pair_clients_are_told_to_come_back(model_folder: Path, facts: dict[str, Any], reason: str) -> None:

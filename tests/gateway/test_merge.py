@@ -59,6 +59,17 @@ def test_decode_overtaking_the_first_token_waits_for_it() -> None:
     assert finish_of(events) == Finish(Ending.STOP)
 
 
+@pytest.mark.parametrize("at", [2, 3, 1 << 40])
+def test_more_tokens_than_were_asked_for_are_an_error_and_never_kept(at: int) -> None:
+    merge = Merge([], most=3)
+    merge.tokens(P, 0, toks(5))
+    if at == 2:
+        merge.tokens(D, 1, toks(6))
+    finish = finish_of(merge.tokens(D, at, toks(7, 8)))
+    assert finish is not None and not finish.retryable
+    assert finish.reason == f"decode side: told a token at position {at + 1} of at most 3"
+
+
 @pytest.mark.parametrize("lose", ["handed over", "broke"])
 def test_a_first_token_that_can_never_come_is_an_error(lose: str) -> None:
     merge = Merge()

@@ -27,6 +27,7 @@ from paceline.config import free_ports
 from paceline_proto.v1 import bootstrap_pb2, common_pb2, registry_pb2, registry_pb2_grpc
 from pipeline.io.address import BadAddress
 from pipeline.io.registration import Registration, heartbeat_pause, resolve
+from security.folder import make
 from tests.gateway.registering import registered
 from tests.gateway.scripted_cluster import run, until
 from tests.gateway.scripted_instances import (
@@ -207,6 +208,33 @@ def test_a_name_is_resolved_to_every_address_it_has() -> None:
         Registration(["127.0.0.1:0"], bootstrap_pb2.DescribeResponse)
 
 
+def test_secrets_of_another_cluster_are_told_once_on_both_sides(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    make(tmp_path / "ours")
+    theirs = make(tmp_path / "theirs")
+
+    async def test() -> None:
+        one = prefill()
+        async with one.serving():  # without any secrets
+            async with gateway(model_folder, secrets=str(tmp_path / "ours"), prefill=(one.address,)) as server:
+                registration = Registration([registry_of(server)], one.description, theirs)
+                registration.start()
+                await until(lambda: len(told("CERTIFICATE_VERIFY_FAILED")) == len(told("takes no requests")) == 1)
+                await asyncio.sleep(0.5)  # and no more, though both go on trying
+                await registration.leave("")
+                assert used(server) == []
+
+    def told(what: str) -> list[str]:
+        return [line for record in caplog.records if what in (line := record.getMessage())]
+
+    run(test)
+    assert "does not answer, trying on: " in told("CERTIFICATE_VERIFY_FAILED")[0]
+    assert "takes no requests: UNAVAILABLE: " in told("takes no requests")[0]
+    assert len(told("does not answer")) == len(told("takes no requests")) == 1
+
+
 # -- G2 --------------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +344,38 @@ def test_an_instance_that_stays_silent_is_not_used_for_long(model_folder: Path) 
                 await until(lambda: used(server) == [])
                 frozen.send_signal(signal.SIGCONT)
                 await until(lambda: used(server) == ["p0"])
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_that_gives_the_address_of_another_is_refused_and_harms_it_not(
+    model_folder: Path, caplog: pytest.LogCaptureFixture, first: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        one, impostor = prefill(), decode("d9")
+        async with gateway(model_folder) as server, one.serving():
+            impostor.address = one.address
+            true, false = (Registration([registry_of(server)], instance.description) for instance in (one, impostor))
+            for registration in (true, false) if first else (false, true):
+                registration.start()
+                await until(server.gateway.registry.describe)
+            await until(lambda: "p0" in used(server) and "refuses (ALREADY_EXISTS)" in caplog.text)
+            assert f"at {one.address} answers p0, not d9; every instance needs" in caplog.text
+            changed = asyncio.create_task(server.gateway.registry.change())
+            for _ in range(10):
+                false.nudge()
+                await asyncio.sleep(0.02)
+            assert not changed.done() and used(server) == ["p0"]
+            changed.cancel()
+            # When another instance runs there from now on, it is known under its own name at once, as it was before.
+            await false.leave("")
+            one.name = "p1"
+            true.nudge()
+            await until(lambda: used(server) == ["p1"])
+            await true.leave("")
 
     run(test)
 

@@ -35,8 +35,25 @@ def test_speed_is_measured_only_while_there_is_work() -> None:
     speed.note(2.0, Workload(queued_tokens=300, computed=300))
     assert speed.per_second == pytest.approx(200)
     speed.note(3.0, Workload(queued_tokens=0, computed=310))
-    speed.note(60.0, Workload(queued_tokens=0, computed=310))
+    speed.note(50.0, Workload(queued_tokens=0, computed=310))
     assert speed.per_second == pytest.approx(200), "an idle instance is not a slow one"
+
+
+def test_a_speed_of_bad_times_does_not_outlive_them() -> None:
+    speed = Speed()
+    for second in range(300):  # decode took nothing for minutes
+        speed.note(float(second), Workload(queued_tokens=500, computed=100 if second else 0))
+    slow = speed.per_second
+    assert 0.0 < slow < 1.0
+    # Given that whoever is in a hurry is turned away, when a prompt shorter than a reading gets through, it counts;
+    speed.note(300.0, Workload(queued_tokens=0, computed=100))
+    speed.note(301.0, Workload(queued_tokens=0, computed=400))
+    assert speed.per_second == pytest.approx(300)
+    # when none gets through, the speed is soon not known any more, and the next one is let in.
+    speed.note(359.0, Workload(queued_tokens=0, computed=400))
+    assert speed.per_second
+    speed.note(360.0, Workload(queued_tokens=0, computed=400))
+    assert speed.per_second == 0.0
 
 
 def test_speed_follows_what_it_has_become() -> None:

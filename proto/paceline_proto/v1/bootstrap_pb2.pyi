@@ -160,7 +160,7 @@ class Load(_message.Message):
     batch: _builtins.int
     """Requests that take part in microbatches."""
     prefill_tokens_per_second: _builtins.float
-    """Prompt tokens computed per second, measured while prompts were queued; 0 if not known yet."""
+    """Prompt tokens computed per second, measured while prompts were queued; 0 if not known yet, or not any more."""
     def __init__(
         self,
         *,

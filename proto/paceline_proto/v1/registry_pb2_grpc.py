@@ -63,6 +63,7 @@ class RegistryServicer:
 
         INVALID_ARGUMENT: the description names no instance, no role, or an address that this gateway cannot dial.
         ALREADY_EXISTS: another incarnation holds the name: a newer one, or one at another address whose lease still runs.
+        Or another instance holds the address, and answers there.
         RESOURCE_EXHAUSTED: the gateway knows as many instances as it takes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

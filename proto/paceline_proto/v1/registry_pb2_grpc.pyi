@@ -40,6 +40,7 @@ class RegistryStub:
 
     INVALID_ARGUMENT: the description names no instance, no role, or an address that this gateway cannot dial.
     ALREADY_EXISTS: another incarnation holds the name: a newer one, or one at another address whose lease still runs.
+    Or another instance holds the address, and answers there.
     RESOURCE_EXHAUSTED: the gateway knows as many instances as it takes.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_registry_pb2.LeaveRequest, _registry_pb2.LeaveResponse]
@@ -63,6 +64,7 @@ class RegistryAsyncStub(RegistryStub):
 
     INVALID_ARGUMENT: the description names no instance, no role, or an address that this gateway cannot dial.
     ALREADY_EXISTS: another incarnation holds the name: a newer one, or one at another address whose lease still runs.
+    Or another instance holds the address, and answers there.
     RESOURCE_EXHAUSTED: the gateway knows as many instances as it takes.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_registry_pb2.LeaveRequest, _registry_pb2.LeaveResponse]  # type: ignore[assignment]
@@ -89,6 +91,7 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
 
         INVALID_ARGUMENT: the description names no instance, no role, or an address that this gateway cannot dial.
         ALREADY_EXISTS: another incarnation holds the name: a newer one, or one at another address whose lease still runs.
+        Or another instance holds the address, and answers there.
         RESOURCE_EXHAUSTED: the gateway knows as many instances as it takes.
         """
 
