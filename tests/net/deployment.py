@@ -108,12 +108,13 @@ class Deployment:
         log = self._logs.setdefault(name, (self._folder / f"{name}.log").open("a+"))
         self._running[name] = self._run(name, ["paceline-pod", *arguments], log)
 
-    def end(self, *names: str, number: signal.Signals = signal.SIGTERM, timeout: float = 60) -> list[int]:
-        """All at once, as a controller does; returns how they exited."""
-        processes = [self._running.pop(name) for name in names]
-        for process in processes:
+    def end(self, *names: str, number: signal.Signals = signal.SIGTERM) -> list[int]:
+        """All at once, as a controller does; returns how they exited, which takes no longer than the chart allows."""
+        processes = {name: self._running.pop(name) for name in names}
+        for process in processes.values():
             process.send_signal(number)
-        return [process.wait(timeout) for process in processes]
+        graces = {name: self.pods[name].spec["terminationGracePeriodSeconds"] for name in names}
+        return [process.wait(graces[name]) for name, process in processes.items()]
 
     def replace(self, name: str, address: str) -> None:
         """Another pod of the same name: another address, and nothing on its disk."""

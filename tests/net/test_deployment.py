@@ -105,6 +105,7 @@ def test_G6_an_update_of_a_whole_group_loses_no_request(deployment: Deployment, 
 def test_sigterm_at_a_member_drains_its_group(deployment: Deployment, undisturbed: str) -> None:
     stream = begun(deployment)
     assert deployment.end(f"{DECODE}-1") == [0]
+    assert "member 1 of 2 leaves: received SIGTERM" in deployment.log(f"{DECODE}-0")
     deployment.start(f"{DECODE}-1")
     assert text_of(stream) == undisturbed
     deployment.until_ready()
