@@ -19,7 +19,7 @@ from typing import Any
 
 from gateway.attempt import Attempt, Background, Batch
 from gateway.config import GatewayConfig
-from gateway.errors import too_late, unavailable
+from gateway.errors import timed_out, too_late, unavailable
 from gateway.generation_job import Job
 from gateway.instances import Pair, Side
 from gateway.merge import Ending, Finish
@@ -48,7 +48,7 @@ class Course:
     def __init__(
         self, means: Means, request_id: str, job: Job, ending_ids: Sequence[int], terms: Terms, arrived: float
     ) -> None:
-        """Starts the first attempt. Raises `ApiError` if no pair serves, or none in time."""
+        """Starts the first attempt. Raises `ApiError` if no pair serves, none in time, or its time is over."""
         self.request_id = request_id
         self._means, self._job, self._ending_ids = means, job, ending_ids
         cost = Cost(len(job.prompt_ids), job.sampling.max_tokens)
@@ -61,6 +61,8 @@ class Course:
         # Later attempts are not turned away: what they are about to answer is half told.
         pair = self._choose(trusted=False, patience_s=self._deadline - now)
         if isinstance(pair, NoPair):
+            if pair.late_s > 0.0 and now >= self._deadline:
+                raise timed_out("the request's time was over before anything could be done for it")
             if pair.late_s > 0.0:
                 means.metrics.turned_away.inc()
                 raise too_late(pair.reason, pair.late_s)

@@ -493,6 +493,9 @@ def test_a_clients_own_deadline_is_the_instances(model_folder: Path) -> None:
             await until(lambda: used(server) == ["d0", "p0"])
             await ask(server, {"X-Request-Timeout": "7"})
             assert 5 < one.asked[0].timeout_s <= 7
+            with pytest.raises(openai.APIStatusError, match="time was over before") as caught:
+                await ask(server, {"X-Request-Timeout": "1e-9"})
+            assert caught.value.status_code == 504
 
     run(test)
 
