@@ -17,7 +17,8 @@ from gateway.instances import Fleet
 from gateway.metrics import Metrics
 from pipeline.io.attempt_metrics import AttemptMetrics
 from pipeline.io.instance_config import DaemonConfig
-from pipeline.io.instance_metrics import COUNTERS, GAUGES, InstanceCollector
+from pipeline.io.instance_metrics import COUNTERS, GAUGES
+from pipeline.io.metrics_server import MetricsServer
 from pipeline.io.supervisor import Phase
 from pipeline.phases import FORWARD, GENERATE, PHASES, REPLY
 
@@ -45,7 +46,7 @@ def exposed() -> dict[str, Metric]:
         restarts=0,
         divergences=0,
     )
-    instance.register(InstanceCollector(loading))
+    MetricsServer(instance, loading)
     families = [*gateway.registry.collect(), *instance.collect()]
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 

@@ -10,12 +10,15 @@ import asyncio
 import time
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from pipeline.io.address import BadAddress, split_host_port
 from pipeline.io.instance_metrics import InstanceCollector
 from pipeline.io.supervisor import Supervisor
+from security.noise import count_noise
 
 FRESH_S = 1.0
 
@@ -27,6 +30,10 @@ class MetricsServer:
         registry.register(self._collector)
         self._turn = asyncio.Lock()
         self._text, self._since = b"", float("-inf")
+        malformed = Counter(
+            "paceline_instance_malformed_requests", "What came to /metrics and is not HTTP", registry=registry
+        )
+        count_noise(server_logger, "malformed HTTP", (HttpProcessingError,), malformed.inc)
         application = web.Application(client_max_size=1024)
         application.router.add_get("/metrics", self._answer)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
