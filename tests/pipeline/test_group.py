@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,15 @@ FENCE = "until no earlier rank of member 1 of 2 can be alive any more"
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[ScriptedGroup]:
-    made = ScriptedGroup(tmp_path)
+def folder() -> Iterator[Path]:
+    """Sockets lie in it, and their paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="pl-", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def group(folder: Path) -> Iterator[ScriptedGroup]:
+    made = ScriptedGroup(folder)
     yield made
     made.close()
 
@@ -143,8 +151,8 @@ def test_a_member_that_is_asked_to_stop_lets_open_requests_end_first(group: Scri
     assert other.wait() == 0
 
 
-def test_operators_and_a_member_that_leaves_each_get_their_drain_and_no_open_request_hangs(tmp_path: Path) -> None:
-    group = ScriptedGroup(tmp_path, size=3, ranks=3, drain_timeout=60)
+def test_operators_and_a_member_that_leaves_each_get_their_drain_and_no_open_request_hangs(folder: Path) -> None:
+    group = ScriptedGroup(folder, size=3, ranks=3, drain_timeout=60)
     try:
         leader, first, second = group.leader(), group.member(1), group.member(2)
         epoch = leader.when_serving().describe().instance.epoch
