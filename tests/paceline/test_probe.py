@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -82,3 +83,22 @@ def test_nobody_there_is_neither(capsys: pytest.CaptureFixture[str]) -> None:
         for more in ([], ["--live"]):
             assert main(["health", "--timeout", "1", *more, target]) == 1
             assert target in capsys.readouterr().err
+
+
+def test_a_gateway_asked_like_an_instance_is_said_to_speak_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert main(["health", f"127.0.0.1:{port}"]) == 1
+        listener.shutdown(socket.SHUT_RDWR)
+    assert f"a gateway is asked by http://127.0.0.1:{port}/health" in capsys.readouterr().err
