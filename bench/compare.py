@@ -58,10 +58,9 @@ def compare(options: argparse.Namespace) -> int:
         except (RunError, ValueError) as error:
             raise SystemExit(f"paceline bench: {error}") from error
     lines = lines_of(rounds, options.seed)
-    print("\n".join(table(lines)))
-    # Between the least and the greatest of n ratios lies their median with this probability; no interval has more.
-    if (most := 1 - 2.0 ** (1 - options.rounds)) < CONFIDENCE:
-        print(f"note: {options.rounds} rounds give no interval of more than {most:.1%}; 6 are needed", file=sys.stderr)
+    print("\n".join(table(lines, options.rounds)))
+    if confidence(options.rounds) < CONFIDENCE:
+        print(f"note: {options.rounds} rounds give no interval of {CONFIDENCE:.0%}; 6 are needed", file=sys.stderr)
     if options.json is not None:
         body = {"options": {k: plain(v) for k, v in vars(options).items() if k not in ("api_key", "run")},
                 "lines": lines, "rounds": rounds}  # fmt: skip
@@ -125,7 +124,18 @@ def median_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def table(lines: Sequence[Line]) -> list[str]:
-    rows = [f"{'figure':18} {'target':16} {'median':>10} {'ratio':>7}  {CONFIDENCE:.0%} interval"]
-    rows += [f"{x.figure:18} {x.target:16} {x.median:10.2f} {x.ratio:7.3f}  {x.low:.3f} to {x.high:.3f}" for x in lines]
+def confidence(rounds: int) -> float:
+    """Between the least and the greatest of n ratios lies their median with this probability; no interval has more."""
+    return min(CONFIDENCE, 1 - 2.0 ** (1 - rounds))
+
+
+def table(lines: Sequence[Line], rounds: int) -> list[str]:
+    """One round has no interval."""
+    level = confidence(rounds)
+    rows = [
+        f"{'figure':18} {'target':16} {'median':>10} {'ratio':>7}" + (f"  {100 * level:.3g}% interval" if level else "")
+    ]
+    for x in lines:
+        interval = f"  {x.low:.3f} to {x.high:.3f}" if level else ""
+        rows.append(f"{x.figure:18} {x.target:16} {x.median:10.2f} {x.ratio:7.3f}{interval}")
     return rows

@@ -79,4 +79,4 @@ def check_plots() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise SystemExit("paceline bench: --report needs matplotlib: pip install 'paceline[bench]'") from None
+        raise SystemExit("paceline bench: --report needs matplotlib: `make setup` installs it") from None

@@ -22,6 +22,8 @@ async def model_of(client: Client) -> str:
         status, body = await client.ask_json("GET", "/v1/models")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ServerError(f"no answer from {client.url}: {error or type(error).__name__}") from error
+    if status == 401:
+        raise ServerError(f"{client.url} answered 401: it asks for a key; give --api-key or set $PACELINE_API_KEY")
     try:
         return str(body["data"][0]["id"])
     except (KeyError, IndexError, TypeError):

@@ -58,10 +58,13 @@ class KeyRing:
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in FREE:
             return await handler(request)
-        use = self.use_of(request.headers.get("Authorization", ""))
+        authorization = request.headers.get("Authorization", "")
+        use = self.use_of(authorization)
         if use is None:
             self._refused("unknown_key")
             message = "no such API key; send one of the gateway's as `Authorization: Bearer KEY`"
+            if not authorization.strip():
+                message = "no API key given: send one of the gateway's as `Authorization: Bearer KEY`"
             response = error_response(ApiError(401, message, code="invalid_api_key"))
             response.headers["WWW-Authenticate"] = "Bearer"
             return response

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.attempt import Attempt, Background, Batch
@@ -31,6 +31,9 @@ from gateway.router import NoPair, Router
 from gateway.terms import Terms
 
 log = logging.getLogger("paceline.gateway")
+
+# An instance counts a request's time in the steps of its log, so it may end one this much too early.
+_CLOCK_SLACK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,17 @@ class Course:
 
     async def next_batch(self) -> Batch:
         """Waits until something happened. The batch with the finish is the last."""
+        batch = await self._next_batch()
+        return batch if batch.finish is None else Batch(batch.tokens, self._judged(batch.finish))
+
+    def _judged(self, finish: Finish) -> Finish:
+        """Whatever an instance calls it: what fails when the request's time is over fails because it is over."""
+        failed = finish.ending is Ending.FAILED and finish.status != "INVALID_ARGUMENT"
+        if failed and time.monotonic() >= self._deadline - _CLOCK_SLACK_S:
+            return replace(finish, status="DEADLINE_EXCEEDED")
+        return finish
+
+    async def _next_batch(self) -> Batch:
         while True:
             batch = await self._attempt.next_batch()
             if batch.finish is None or not batch.finish.retryable:

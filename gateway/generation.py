@@ -150,7 +150,7 @@ async def _observed(http: web.Request, endpoint: str, watch: RequestWatch) -> we
                 response, outcome = await _serve(http, endpoint, watch)
         return response
     except ApiError as error:
-        outcome = "rejected" if error.status < 500 else "failed"
+        outcome = _outcome_of(error)
         raise
     except (web.HTTPException, web.RequestPayloadError):
         outcome = "rejected"
@@ -237,6 +237,12 @@ def _reply(http: web.Request, request: GenerationRequest, choices: int) -> Reply
     return CompletionReply(head, vocabulary, request.wanted_logprobs, bool(request.return_token_ids), echoes)
 
 
+def _outcome_of(error: ApiError) -> str:
+    if error.status < 500:
+        return "rejected"
+    return "timeout" if error.status == 504 else "failed"
+
+
 def _outcome(reasons: Sequence[str]) -> str:
     """One word for the metrics: a request is cut short if any of its choices is."""
     return "length" if "length" in reasons else "stop"
@@ -258,6 +264,7 @@ async def _stream(http: web.Request, answer: Answer) -> tuple[web.StreamResponse
     request, reply = answer.request, answer.reply
     opened: set[int] = set()
     reasons: list[str] = []
+    failure = "failed"
     with_tokens = request.wanted_logprobs is not None or request.return_token_ids
     try:
         async with aclosing(answer.updates()) as updates:
@@ -288,7 +295,8 @@ async def _stream(http: web.Request, answer: Answer) -> tuple[web.StreamResponse
         # The other choices are told to end now, not once the client has read the event.
         for run in answer.runs:
             run.course.cancel("another choice of its request failed")
+        failure = _outcome_of(error)
         await response.write(error_event(error))
     assert response is not None, "updates end with a finish or raise"
     await response.write_eof()
-    return response, _outcome(reasons) if len(reasons) == len(answer.runs) else "failed"
+    return response, _outcome(reasons) if len(reasons) == len(answer.runs) else failure

@@ -61,7 +61,7 @@ def make_jobs(
     for at, prompt_ids in enumerate(prompts):
         param = _prompt_param(request, at, len(prompts))
         _check_prompt(prompt_ids, limits, param)
-        sampling = _sampling(request, len(prompt_ids), limits, param)
+        sampling = _sampling(request, len(prompt_ids), limits)
         for choice in range(request.choices_per_prompt):
             seed = fresh_seed + len(jobs) if request.seed is None else request.seed + choice
             jobs.append(Job(prompt_ids, replace(sampling, seed=seed & _SEED_MASK), request.stops))
@@ -74,9 +74,9 @@ def _prompt_param(request: GenerationRequest, at: int, prompts: int) -> str:
     return "prompt" if prompts == 1 else f"prompt[{at}]"
 
 
-def _sampling(request: GenerationRequest, prompt: int, limits: Limits, prompt_param: str) -> Sampling:
+def _sampling(request: GenerationRequest, prompt: int, limits: Limits) -> Sampling:
     """Everything but the seed, which each choice has its own of."""
-    max_tokens = _max_tokens(request, prompt, limits, prompt_param)
+    max_tokens = _max_tokens(request, prompt, limits)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise invalid(f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})", "min_tokens")
@@ -117,7 +117,7 @@ def _check_prompt(prompt_ids: Sequence[int], limits: Limits, param: str) -> None
         )
 
 
-def _max_tokens(request: GenerationRequest, prompt: int, limits: Limits, prompt_param: str) -> int:
+def _max_tokens(request: GenerationRequest, prompt: int, limits: Limits) -> int:
     room = limits.max_model_len - prompt
     wanted = request.wanted_tokens
     if wanted is None:
@@ -129,7 +129,7 @@ def _max_tokens(request: GenerationRequest, prompt: int, limits: Limits, prompt_
         raise invalid(
             f"the prompt has {prompt} tokens and {param} asks for {tokens}: together {prompt + tokens}, "
             f"but the context holds {limits.max_model_len}",
-            prompt_param,
+            param,
             "context_length_exceeded",
         )
     return tokens

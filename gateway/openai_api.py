@@ -195,6 +195,8 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
+        if message.startswith("Expected `object`, got") and " - at `" not in message:
+            message = f"the body must be a JSON object: {message[0].lower()}{message[1:]}"
         raise invalid(message, _param(message)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"the body is not valid JSON: {error}") from None

@@ -1,19 +1,20 @@
 """Whom a command asks: the instances of a cluster on this machine, those that a gateway knows, or given ones.
 
-In: the options that `status`, `top` and `timeline` share. Out: names, roles and addresses. Ends the command, with
-what to do, if there is nobody to ask.
+In: the options that `status`, `top`, `timeline` and the operators' commands share. Out: names, roles and addresses.
+Ends the command, with what to do, if there is nobody to ask.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 
 from paceline.config import Cluster, cluster_secrets, read_cluster
 from paceline.health import CHANNEL_OPTIONS
+from paceline.silence import why_silent
 from paceline_proto.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from security.channels import dial
 from security.secrets import Secrets
@@ -51,14 +52,24 @@ class Asked:
         told = {one.address for one in known}
         return known + [Known(address) for address in self.addresses if address not in told]
 
+    async def chosen(self, names: Sequence[str]) -> list[Known]:
+        """The named ones and those given by address; without either, all that are known."""
+        known = await self.known()
+        if not names and not self.addresses:
+            return known
+        if unknown := [name for name in names if name not in [one.name for one in known]]:
+            there = ", ".join(one.name for one in known if one.name) or "none"
+            raise SystemExit(f"paceline: no instance {', '.join(unknown)} here; there are {there}")
+        return [one for one in known if one.name in names or one.address in self.addresses]
+
     async def _registered(self) -> list[Known]:
         async with dial(str(self.registry), self.secrets, CHANNEL_OPTIONS) as channel:
             stream = registry_pb2_grpc.RegistryStub(channel).Watch(registry_pb2.WatchRequest(), timeout=self.timeout)
             try:
                 answer: registry_pb2.WatchResponse = await stream.read()
             except grpc.aio.AioRpcError as error:
-                silent = f"paceline: the registry at {self.registry} does not answer: {error.details()}"
-                raise SystemExit(silent) from error
+                why = why_silent(error, str(self.registry))
+                raise SystemExit(f"paceline: the registry at {self.registry}: {why}") from error
             finally:
                 stream.cancel()
         return [
@@ -72,8 +83,9 @@ class Asked:
         ]
 
 
-def asked(options: argparse.Namespace) -> Asked:
-    given = options.address or options.registry
+def asked(options: argparse.Namespace, names: Sequence[str] = ()) -> Asked:
+    """`names`: of instances that the command is about; an address alone does not tell them."""
+    given = options.registry or (options.address and not names)
     cluster = None if given else read_cluster(options.run_dir)
     if cluster is None and not given:
         raise SystemExit(

@@ -29,6 +29,7 @@ from paceline.engine_options import (
     check_ranks,
     daemon_config,
     model_folder,
+    sentence,
 )
 from paceline.gateway_options import DEFAULT_REGISTRY, add_gateway_options
 from paceline.group_options import add_group_options, from_environment, group_fields
@@ -74,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "start a whole cluster on this machine: gateway, prefill and decode instances"
-    parser = commands.add_parser("up", help=about, description=about.capitalize() + ". Ctrl-C ends it.")
+    parser = commands.add_parser("up", help=about, description=sentence(about) + ". Ctrl-C ends it.")
     group = parser.add_argument_group("cluster")
     for role in ("prefill", "decode"):
         group.add_argument(
@@ -108,7 +109,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "show every instance and rank: what it holds, what it does, how far it is"
     parser = commands.add_parser(
-        "status", help=about, description=about.capitalize() + ". Exit code 1 if an instance does not answer."
+        "status", help=about, description=sentence(about) + ". Exit code 1 if an instance does not answer."
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     _add_asked(parser)
@@ -117,7 +118,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "watch requests, tokens, pages, batches and bubbles of every rank, once a second"
-    parser = commands.add_parser("top", help=about, description=about.capitalize() + ". Ctrl-C ends it.")
+    parser = commands.add_parser("top", help=about, description=sentence(about) + ". Ctrl-C ends it.")
     parser.add_argument("--once", action="store_true", help="one picture of one second, then exit")
     _add_asked(parser)
     parser.set_defaults(run=_run_top)
@@ -126,7 +127,7 @@ def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_timeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "show what every rank did and when: a trace for Perfetto, or a table of bubbles"
     parser = commands.add_parser(
-        "timeline", help=about, description=about.capitalize() + ". Exit code 1 if an instance does not answer."
+        "timeline", help=about, description=sentence(about) + ". Exit code 1 if an instance does not answer."
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a trace (Chrome's JSON format) there")
     parser.add_argument("--summary", action="store_true", help="print per rank how long it computed, and its bubbles")
@@ -155,7 +156,7 @@ def _add_asked(parser: argparse.ArgumentParser) -> None:
 
 def _add_health(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "ask one part whether it serves: exit code 0 if it does"
-    parser = commands.add_parser("health", help=about, description=about.capitalize() + ", 1 and a reason if not.")
+    parser = commands.add_parser("health", help=about, description=sentence(about) + ", 1 and a reason if not.")
     parser.add_argument(
         "target", nargs="?", metavar="HOST:PORT|URL",
         default=os.environ.get("PACELINE_HEALTH") or "http://127.0.0.1:8000/health",
@@ -169,7 +170,7 @@ def _add_health(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "check this machine: libraries, limits, devices, ports"
-    parser = commands.add_parser("doctor", help=about, description=about.capitalize() + ".")
+    parser = commands.add_parser("doctor", help=about, description=sentence(about) + ".")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=PORT, default=8000, help="that the gateway would use (default: 8000)")
     add_secrets_option(parser)
@@ -180,7 +181,7 @@ def _add_certs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     about = "make the secrets that the processes of one cluster share: certificates and keys"
     parser = commands.add_parser(
         "certs", help=about,
-        description=about.capitalize() + ". Copy the folder to every host and name it with --secrets.",
+        description=sentence(about) + ". Copy the folder to every host and name it with --secrets.",
     )  # fmt: skip
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them, readable by you alone")
     parser.add_argument(
@@ -197,7 +198,7 @@ def _add_certs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "replay what a rank decided, from its flight recording"
     parser = commands.add_parser(
-        "replay", help=about, description=about.capitalize() + ". Exit code 1 if the replay or the other rank differs."
+        "replay", help=about, description=sentence(about) + ". Exit code 1 if the replay or the other rank differs."
     )
     parser.add_argument("file", metavar="FILE", help="a recording; the daemon's log names it when an instance stops")
     parser.add_argument("--until", type=AT_LEAST_ZERO, metavar="SEQ", help="stop after this log entry")
@@ -208,30 +209,28 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_transfer_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "measure how fast KV moves between two processes here, beside what the machine could do"
-    parser = commands.add_parser("transfer-bench", help=about, description="M" + about[1:] + ".")
+    parser = commands.add_parser("transfer-bench", help=about, description=sentence(about) + ".")
     add_transfer_bench_options(parser)
     parser.set_defaults(run=_run_transfer_bench)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "measure a server that speaks OpenAI's API"
-    parser = commands.add_parser("bench", help=about, description=about.capitalize() + ".")
+    parser = commands.add_parser("bench", help=about, description=sentence(about) + ".")
     kinds = parser.add_subparsers(dest="measure", required=True, metavar="KIND")
     for name, add, what in (
         ("serve", bench_options.add_serve, "put a load on it: latencies, throughputs, goodput"),
         ("compare", bench_options.add_compare, "put the same load on several, in turn: ratios to the first"),
         ("profile", bench_options.add_profile, "put a load on it and show where the time goes"),
     ):
-        kind = kinds.add_parser(name, help=what, description=what.capitalize() + ".")
+        kind = kinds.add_parser(name, help=what, description=sentence(what) + ".")
         add(kind)
         kind.set_defaults(run=_run_bench)
 
 
 def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "run the OpenAI-compatible gateway"
-    parser = commands.add_parser(
-        "gateway", help=about, description=about.capitalize() + " in front of running instances."
-    )
+    parser = commands.add_parser("gateway", help=about, description=sentence(about) + " in front of running instances.")
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}",
@@ -267,7 +266,7 @@ def _add_gateway(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_instance(commands: argparse._SubParsersAction[argparse.ArgumentParser], role: str) -> None:
     about = f"run one {role} instance: its daemon and its pipeline ranks"
-    parser = commands.add_parser(role, help=about, description=about.capitalize() + ".")
+    parser = commands.add_parser(role, help=about, description=sentence(about) + ".")
     group = parser.add_argument_group("instance")
     group.add_argument(
         "--instance", default=f"{role}-0", metavar="NAME", help="unique in the cluster (default: %(default)s)"

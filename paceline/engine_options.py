@@ -48,6 +48,11 @@ SHARED = (
 )
 
 
+def sentence(about: str) -> str:
+    """With a capital first letter; names in it keep theirs."""
+    return about[0].upper() + about[1:]
+
+
 def checked(parse: Any, name: str) -> Any:
     """An argparse type whose message is the parser's own."""
 

@@ -1,6 +1,6 @@
 """What operators do to running instances: drain, resume, dump, log-level.
 
-In: instances by name (of the cluster that runs in a run directory) or by address. Out: one line per instance and
+In: whom to ask (`paceline.asked`). Out: one line per instance and
 rank, exit code 1 if any instance did not do it. Instances are asked side by side; each has the caller's timeout.
 """
 
@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
-import grpc
 import grpc.aio
 
-from paceline.config import read_cluster
+from paceline.asked import Asked, Known
 from paceline.health import CHANNEL_OPTIONS
+from paceline.silence import why_silent
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc
 from security.channels import dial
 from security.secrets import Secrets
 
 _LOOK_AGAIN_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    name: str
-    address: str
 
 
 Action = Callable[[admin_pb2_grpc.AdminStub], Awaitable[Sequence[str]]]  # lines for people; raises `NotDone`
@@ -37,36 +29,21 @@ class NotDone(Exception):
     """The instance answered, but did not do all of it; each argument is a line for people."""
 
 
-def targets(run_dir: Path, names: Sequence[str], addresses: Iterable[str]) -> list[Target]:
-    """The named instances of the local cluster and the given addresses; without either, all of the cluster."""
-    given = [Target(address, address) for address in addresses]
-    if given and not names:
-        return given
-    cluster = read_cluster(run_dir)
-    if cluster is None:
-        raise SystemExit(
-            f"paceline: no cluster runs in {run_dir.absolute()}; name its --run-dir, or name instances with --address"
-        )
-    known = {part.name: Target(part.name, part.address) for part in cluster.instances}
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"paceline: no instance {', '.join(unknown)} here; there are {', '.join(known)}")
-    return given + [known[name] for name in names or known]
+async def carry_out(action: Action, asked: Asked, names: Sequence[str]) -> int:
+    on = await asked.chosen(names)
+    return max(await asyncio.gather(*(_one(action, target, asked.secrets) for target in on)), default=0)
 
 
-async def carry_out(action: Action, on: Sequence[Target], secrets: Secrets | None) -> int:
-    return max(await asyncio.gather(*(_one(action, target, secrets) for target in on)), default=0)
-
-
-async def _one(action: Action, target: Target, secrets: Secrets | None) -> int:
+async def _one(action: Action, target: Known, secrets: Secrets | None) -> int:
     async with dial(target.address, secrets, CHANNEL_OPTIONS) as channel:
         try:
             lines, code, out = await action(admin_pb2_grpc.AdminStub(channel)), 0, sys.stdout
         except NotDone as partly:
             lines, code, out = partly.args, 1, sys.stderr
         except grpc.aio.AioRpcError as error:
-            lines, code, out = [f"{error.details()} ({error.code().name})"], 1, sys.stderr
+            lines, code, out = [why_silent(error, target.address)], 1, sys.stderr
     for line in lines:
-        print(f"{target.name}: {line}", file=out, flush=True)
+        print(f"{target.name or target.address}: {line}", file=out, flush=True)
     return code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import default_run_dir
-from paceline.engine_options import ADDRESS, add_secrets_option
+from paceline.engine_options import ADDRESS, add_secrets_option, sentence
 
 if TYPE_CHECKING:
     from paceline.operate import Action
@@ -46,15 +46,19 @@ def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, more: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        name, help=about, description=f"{about.capitalize()}. {more} Exit code 1 if an instance did not do it."
+        name, help=about, description=f"{sentence(about)}. {more} Exit code 1 if an instance did not do it."
     )
     # What takes instances out of service, or back into it, is never meant for all by default.
     named = name in ("dump", "log-level")
     parser.add_argument(
         "instances", nargs="*", metavar="NAME",
-        help="instances of `paceline up`" + (" (default: all of them)" if named else ""),
+        help="of `paceline up`, or of --registry" + (" (default: all of them)" if named else ""),
     )  # fmt: skip
     parser.add_argument("--address", type=ADDRESS, nargs="+", default=[], metavar="HOST:PORT", help="other instances")
+    parser.add_argument(
+        "--registry", type=ADDRESS, metavar="HOST:PORT",
+        help="the names are those that the gateway there knows, not those of `paceline up`",
+    )  # fmt: skip
     parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="for each answer (default: 15)")
     parser.add_argument(
         "--run-dir", type=Path, default=default_run_dir(), metavar="PATH",
@@ -90,10 +94,9 @@ def _log_level(options: argparse.Namespace) -> int:
 
 
 def _carry_out(action: Action, options: argparse.Namespace) -> int:
-    from paceline.config import cluster_secrets
-    from paceline.operate import carry_out, targets
+    from paceline.asked import asked
+    from paceline.operate import carry_out
 
     if options.needs_name and not options.instances and not options.address:
         raise SystemExit(f"paceline: which instances? Name them, e.g. `paceline {options.command} decode-0`")
-    secrets = cluster_secrets(options.secrets)
-    return asyncio.run(carry_out(action, targets(options.run_dir, options.instances, options.address), secrets))
+    return asyncio.run(carry_out(action, asked(options, options.instances), options.instances))

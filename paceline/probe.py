@@ -46,13 +46,13 @@ def ask_grpc(address: str, timeout: float, secrets: Secrets | None) -> tuple[boo
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from paceline.silence import is_silent, why_silent
     from security.channels import dial_blocking
 
     with dial_blocking(address, secrets, (("grpc.enable_http_proxy", 0),)) as channel:
         try:
             told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            silent = error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-            return not silent, False, f"{error.code().name}: {error.details()}"
+            return not is_silent(error.code()), False, why_silent(error, address)
     state = health_pb2.HealthCheckResponse.ServingStatus.Name(told.status)
     return True, told.status == health_pb2.HealthCheckResponse.SERVING, state

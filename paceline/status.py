@@ -10,11 +10,11 @@ import asyncio
 import json
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from paceline.asked import ROLES, Asked, Known
 from paceline.health import CHANNEL_OPTIONS, GatewayProbe
+from paceline.silence import why_silent
 from paceline.status_table import render
 from paceline_proto.v1 import admin_pb2, admin_pb2_grpc, bootstrap_pb2, bootstrap_pb2_grpc
 from security.channels import dial
@@ -59,20 +59,8 @@ async def ask_instance(asked: Asked, known: Known) -> dict[str, Any]:
                 admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=asked.timeout),
             )
         except grpc.aio.AioRpcError as failure:
-            error = why_silent(failure)
+            error = why_silent(failure, known.address)
     return instance_report(known, described, told, error)
-
-
-def why_silent(error: grpc.aio.AioRpcError) -> str:
-    match error.code():
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return "no answer"
-        case grpc.StatusCode.UNAVAILABLE:
-            # A server ends a connection without a word when one side has secrets and the other none, or others.
-            refused = "refused" in str(error.details())
-            return "no answer" if refused else "no answer; do both sides have the same --secrets?"
-        case code:
-            return f"{code.name}: {error.details()}"
 
 
 def instance_report(

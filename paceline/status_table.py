@@ -23,7 +23,8 @@ def render(report: dict[str, Any]) -> str:
 def _instance(instance: dict[str, Any]) -> Iterable[str]:
     name = instance["instance"] or "(unknown)"
     if instance["error"]:
-        yield f"{name}   {instance['role']}   {instance['address']}   {instance['error'].upper()}"
+        error = instance["error"].replace("no answer", "NO ANSWER", 1)
+        yield f"{name}   {instance['role']}   {instance['address']}   {error}"
         return
     yield (
         f"{name}   {instance['role']}   {instance['address']}   {instance['phase']}   epoch {instance['epoch']}   "

@@ -17,6 +17,7 @@ import grpc.aio
 
 from paceline.asked import Asked
 from paceline.health import CHANNEL_OPTIONS
+from paceline.silence import why_silent
 from paceline.status_table import aligned
 from paceline.trace_events import RankSummary, summarize, trace
 from paceline_proto.v1 import timeline_pb2, timeline_pb2_grpc
@@ -32,7 +33,7 @@ async def timeline(asked: Asked, seconds: float, out: Path | None, summary: bool
     failed = 0
     for address, answer in zip(known, answers, strict=True):
         if isinstance(answer, grpc.aio.AioRpcError):
-            print(f"paceline: {address}: {answer.code().name}: {answer.details()}", file=sys.stderr)
+            print(f"paceline: {address}: {why_silent(answer, address)}", file=sys.stderr)
             failed += 1
         elif isinstance(answer, BaseException):
             raise answer

@@ -17,7 +17,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.failures: dict[int, str] = {}  # number of a request → how it fails
-        self.url = ""
+        self.url, self.key = "", ""
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
@@ -41,7 +41,9 @@ class FakeServer:
         finally:
             await runner.cleanup()
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, http: web.Request) -> web.Response:
+        if self.key and http.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "no API key given"}}, status=401)
         return web.json_response({"data": [{"id": "fake"}]})
 
     async def _tokenize(self, http: web.Request) -> web.Response:

@@ -31,7 +31,20 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert (line.ratio, line.low, line.high) == pytest.approx((1.5, 1.5, 1.5))
     assert found["output tokens/s", "b"].ratio == pytest.approx(1 / 1.5)
     assert found["TTFT median, ms", "a"].ratio == 1.0
-    assert any("1.500" in row for row in table(lines_of(rounds, seed=1)))
+    assert any("1.500" in row for row in table(lines_of(rounds, seed=1), 3))
+
+
+@pytest.mark.parametrize(
+    ("count", "header"),
+    [(1, None), (2, "50% interval"), (5, "93.8% interval"), (6, "95% interval"), (9, "95% interval")],
+)
+def test_the_table_promises_no_interval_that_the_rounds_cannot_give(count: int, header: str | None) -> None:
+    rounds = [{"a": answered(1.0), "b": answered(1.0 + number)} for number in range(count)]
+    first, *rows = table(lines_of(rounds, seed=1), count)
+    assert first.endswith(header) if header else "interval" not in first
+    if count < 6:  # the promise is that of the least and the greatest ratio, so these are what is shown
+        shown = f"1.000 to {float(count):.3f}" if header else "   1.000"
+        assert any(shown in row for row in rows)
 
 
 def test_the_interval_holds_the_ratios_that_were_seen() -> None:

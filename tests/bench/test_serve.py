@@ -56,6 +56,16 @@ def test_the_same_seed_sends_the_same_bodies_and_another_seed_others() -> None:
     ]
 
 
+def test_a_server_with_keys_is_said_to_want_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    server = FakeServer()
+    server.key = "a-key-0123456789"
+    with pytest.raises(RunError, match=r"answered 401: .* give --api-key or set \$PACELINE_API_KEY"):
+        measured(server, ["--requests", "1"])
+    assert measured(server, ["--requests", "1", "--api-key", server.key])[0].ok
+
+
 def test_token_ids_of_the_exact_length_are_sent_and_every_field_that_fixes_the_output() -> None:
     server = FakeServer()
     measured(server, ["--input", "33", "--output", "4", "--requests", "1", "--extra-body", '{"top_p": 0.5}'])

@@ -97,7 +97,10 @@ def test_only_holders_of_a_key_are_served(model_folder: Path, file: Path) -> Non
                 assert codes == {"/health": 200, "/metrics": 200, "/v1/models": 401, "/tokenize": 401, "/nothing": 401}
                 async with session.get(f"{c.url}/v1/models") as answer:
                     assert answer.headers["WWW-Authenticate"] == "Bearer"
-                    assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
+                    error = (await answer.json())["error"]
+                    assert set(error) == {"message", "type", "param", "code"}
+                    assert error["message"].startswith("no API key given: send")
+            assert "no such API key" in refused.value.message
 
     run(test)
 

@@ -216,6 +216,46 @@ def test_the_deadline_ends_a_request_that_nothing_else_ends(model_folder: Path) 
     run(test)
 
 
+def fails_at_the_end_of_its_time(*before: Any) -> Script:
+    async def script(request: Any, context: Any) -> Any:
+        for response in before:
+            yield response
+        await asyncio.sleep(request.timeout_s)
+        yield outcome(Kind.KIND_ERROR, "timed out while waiting")
+
+    return script
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_an_instance_ends_at_the_end_of_its_time_is_a_timeout(model_folder: Path, side: str) -> None:
+    async def test() -> None:
+        sides = {"prefill": hang, "decode": hang} | {side: fails_at_the_end_of_its_time()}
+        async with cluster(model_folder, sides["prefill"], sides["decode"]) as c:
+            with pytest.raises(openai.APIStatusError, match="timed out while waiting") as caught:
+                await ask(c, extra_headers={"X-Request-Timeout": "0.3"})
+            assert (caught.value.status_code, caught.value.type, caught.value.code) == (504, "timeout_error", "timeout")
+            assert counted(c, "timeout") == 1
+
+    run(test)
+
+
+def test_a_stream_whose_time_ends_says_timeout_in_its_error_event(model_folder: Path) -> None:
+    async def test() -> None:
+        late = fails_at_the_end_of_its_time(tokens(1, TWO))
+        async with cluster(model_folder, SAYS_ONE, late) as c:
+            with pytest.raises(openai.APIError, match="timed out while waiting") as caught:
+                async for _ in await ask(c, stream=True, extra_headers={"X-Request-Timeout": "0.3"}):
+                    pass
+            assert (caught.value.type, caught.value.code) == ("timeout_error", "timeout")
+            await until(lambda: counted(c, "timeout") == 1)
+
+    run(test)
+
+
+def counted(c: Cluster, outcome: str) -> float:
+    return c.server.gateway.metrics.requests.labels("completions", outcome)._value.get()
+
+
 def test_stopping_ends_what_is_in_flight_with_one_error(model_folder: Path) -> None:
     async def test() -> None:
         async with cluster(model_folder, SAYS_ONE, hang, shutdown_grace_s=0.1) as c:

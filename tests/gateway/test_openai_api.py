@@ -150,9 +150,14 @@ def test_refusals_name_the_field(body: bytes, param: str | None) -> None:
     assert refusal(body).param == param
 
 
+@pytest.mark.parametrize("body", [b"[]", b'"hello"', b"7", b"null"])
+def test_a_body_that_is_no_object_is_said(body: bytes) -> None:
+    assert refusal(body).message.startswith("the body must be a JSON object: expected `object`, got `")
+
+
 def test_too_long_names_both_numbers() -> None:
     error = refusal(completion(max_tokens=91))
-    assert error.code == "context_length_exceeded"
+    assert (error.code, error.param) == ("context_length_exceeded", "max_tokens")
     for number in ("10 tokens", "91", "101", "100"):
         assert number in error.message
     with pytest.raises(ApiError, match="the prompt has 100 tokens"):

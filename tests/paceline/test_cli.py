@@ -291,7 +291,7 @@ def test_a_timeline_for_nobody_is_said(capsys: pytest.CaptureFixture[str], tmp_p
     with pytest.raises(SystemExit, match="no cluster runs in"):
         main(["timeline", "--summary", "--run-dir", str(tmp_path)])
     assert main(["timeline", "--summary", "--address", "127.0.0.1:1", "--timeout", "0.5"]) == 1
-    assert "127.0.0.1:1: UNAVAILABLE" in capsys.readouterr().err
+    assert capsys.readouterr().err == "paceline: 127.0.0.1:1: no answer\n"
 
 
 def test_sizes_addresses_and_layers() -> None:

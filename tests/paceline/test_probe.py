@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,6 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from paceline.cli import main
 from paceline.config import free_ports
+from security.channels import bind
+from security.folder import make
 
 State = health_pb2.HealthCheckResponse
 
@@ -82,3 +86,41 @@ def test_nobody_there_is_neither(capsys: pytest.CaptureFixture[str]) -> None:
         for more in ([], ["--live"]):
             assert main(["health", "--timeout", "1", *more, target]) == 1
             assert target in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["health"], ["status", "--registry"], ["resume", "--address"]])
+@pytest.mark.parametrize("ours", ["none", "others"])
+def test_other_secrets_are_said_by_every_command(
+    ours: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', make(tmp_path / 'theirs'))}"
+    server.start()
+    mine = ["--secrets", str(make(tmp_path / "ours").folder)] if ours == "others" else []
+    try:
+        code: object = main([*command, address, *mine])
+    except SystemExit as ended:
+        code = ended.code
+    server.stop(None)
+    said = f"{code}{capsys.readouterr().err}"
+    assert "no answer; do both sides have the same --secrets?" in said and address in said
+
+
+def test_a_gateway_asked_like_an_instance_is_said_to_speak_http(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert main(["health", f"127.0.0.1:{port}"]) == 1
+        listener.shutdown(socket.SHUT_RDWR)
+    assert f"a gateway is asked by http://127.0.0.1:{port}/health" in capsys.readouterr().err
