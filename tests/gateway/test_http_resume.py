@@ -102,6 +102,8 @@ def test_decode_dies_after_n_tokens(model_folder: Path, n: int, stream: bool) ->
     async def test() -> None:
         async with cluster(model_folder, prefills, in_turn(decodes(n), decodes())) as c:
             assert await told(c, stream, seed=3, frequency_penalty=0.5) == OUTPUT
+            # The decode side tells all tokens by itself: the prefill call may still be on its way.
+            await until(lambda: len(c.prefill.asked) == 2)
             for side in (c.prefill, c.decode):
                 first, second = side.asked
                 assert (first.attempt, first.resumed, list(first.prompt_ids)) == (0, 0, [5, 6])

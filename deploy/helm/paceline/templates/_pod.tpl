@@ -140,8 +140,8 @@ spec:
         {{- include "paceline.sharedEnv" $root | nindent 8 }}
         {{- with $role.env }}{{ toYaml . | nindent 8 }}{{ end }}
       ports:
-        - {name: grpc, containerPort: {{ $values.ports.grpc }}}
-        - {name: metrics, containerPort: {{ $values.ports.metrics }}}
+        - {name: grpc, protocol: TCP, containerPort: {{ $values.ports.grpc }}}
+        - {name: metrics, protocol: TCP, containerPort: {{ $values.ports.metrics }}}
       {{- include "paceline.instanceProbes" . | nindent 6 }}
       resources:
         requests:
