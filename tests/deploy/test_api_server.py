@@ -77,7 +77,11 @@ def test_it_installs_and_every_object_reads_back(plane: ControlPlane, helm: Call
     install(helm, *TWO_GROUPS_OF_TWO)
     names = {f"prod-paceline-prefill-{group}-{index}" for group in (0, 1) for index in (0, 1)}
     assert set(pods(plane, "prefill")) == names
-    assert all(is_ready(pod) for role in ("prefill", "decode", "gateway") for pod in pods(plane, role).values())
+    # helm waits for enough of them, not for the last one.
+    eventually(
+        "every pod ready",
+        lambda: all(is_ready(pod) for role in ("prefill", "decode", "gateway") for pod in pods(plane, role).values()),
+    )
     assert len({pod["spec"]["nodeName"] for pod in pods(plane, "prefill").values()}) > 1
     endpoints = plane.call("GET", f"/api/v1/namespaces/{NAMESPACE}/endpoints/prod-paceline-prefill")
     assert {a["hostname"] for subset in endpoints["subsets"] for a in subset["addresses"]} == names
