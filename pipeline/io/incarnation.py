@@ -165,12 +165,11 @@ class Incarnation:
         """Every rank writes its flight recorder and goes on; what those say that answer in `DUMP_PATIENCE_S`."""
         async with self._one_dump:  # a dump holds up its rank for a moment: never two at once
             current = self._dump_round = _Round(self._dump_round.token + 1, set(range(len(self.ranks))))
-            self.tell_all(control.Dump(current.token, reason))
-            try:
-                async with asyncio.timeout(DUMP_PATIENCE_S):
-                    await current.complete.wait()
-            except TimeoutError:
-                pass
+            silent = self.tell_all(control.Dump(current.token, reason))
+            if len(silent) < len(self.ranks) and not self._leaving:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(DUMP_PATIENCE_S):
+                        await current.complete.wait()
             return current.dumps
 
     def tell_all(self, message: ToRank) -> list[int]:
@@ -240,6 +239,8 @@ class Incarnation:
     async def end(self) -> None:
         """Kills and reaps every rank, then takes in what they had already sent. Raises `Unkillable`."""
         self._leaving = True
+        for question in (self._round, self._dump_round, self._timeline):
+            question.complete.set()  # nobody answers any more
         self._watch.cancel()
         for view in self.ranks:
             view.child.kill()

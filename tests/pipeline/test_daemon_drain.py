@@ -136,6 +136,19 @@ def test_recordings_of_all_ranks_and_why_one_is_missing(start: Callable[..., Dae
     assert "Dump(token=1, reason='looking')" in daemon.heard(0)
 
 
+def test_nobody_waits_for_a_recording_of_ranks_that_are_gone(start: Callable[..., Daemon]) -> None:
+    daemon = start(ring_timeout=30.0).when_serving()
+    first, second = daemon.pids()
+    os.kill(second, signal.SIGSTOP)
+    asked = admin_pb2.DumpFlightRequest(reason="looking")
+    waiting = [daemon.admin.DumpFlight.future(asked, timeout=8) for _ in range(2)]  # a rank has 10 s to answer
+    eventually("the question", lambda: "Dump(" in daemon.heard(0))
+    os.kill(first, signal.SIGKILL)
+    for answer in waiting:
+        assert [rank.error for rank in answer.result().ranks][1] == "it did not answer in time"
+    daemon.when_serving(epoch=2)
+
+
 def test_a_log_level_reaches_the_daemon_and_the_ranks_of_every_epoch(start: Callable[..., Daemon]) -> None:
     daemon = start().when_serving()
     asked = admin_pb2.SetLogLevelRequest(level="DEBUG", logger="transfer")
