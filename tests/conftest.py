@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 CLUSTERS = "e2e"
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Says what may run side by side (`make test` has two workers): one whole cluster at a time, and a file as a whole.
 
