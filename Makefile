@@ -29,7 +29,7 @@ run: setup  ## start a 2+2-rank cluster here, ask it something, serve until Ctrl
 	@exec $(PY) -m paceline.cli up --ask="$$ASK" $(ARGS)
 
 test: setup lint  ## lint, then the fast tests, two files at a time (ARGS="-k name" for some of them)
-	@$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(PY) -m pytest -n 2 $(ARGS)
 
 lint:  ## style, import rules, purity, types, generated code, the wire contract
 	@$(VENV)/bin/ruff check .
