@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ CLUSTERS = "tests/e2e/"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The clusters take longest, so they begin."""
     items.sort(key=lambda item: not item.nodeid.startswith(CLUSTERS))
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's, with a short name: sockets lie in it, and the kernel bounds their paths."""
+    return tmp_path_factory.mktemp("t")
 
 
 @pytest.hookimpl(optionalhook=True)

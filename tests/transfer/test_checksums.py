@@ -41,9 +41,11 @@ def test_a_checksum_is_of_the_keys_and_then_the_values_of_a_page_in_a_layer() ->
 
 def test_closing_does_not_wait_for_what_is_still_to_be_hashed() -> None:
     pool = Pool(pipeline(1, 2), 0, 8, seed=3)
+    others = set(threading.enumerate())
     checksums = Checksums(pool.regions)
+    assert "checksums" in [thread.name for thread in set(threading.enumerate()) - others]
     for number in range(20_000):
         checksums.ask(number, (0, 2), (0, HEADS), [(0, 8 * PAGE)] * 10)
     checksums.close()
-    assert "checksums" not in [thread.name for thread in threading.enumerate()]
+    assert "checksums" not in [thread.name for thread in set(threading.enumerate()) - others]
     assert checksums._jobs.qsize() > 0, "it had hashed everything, which shows nothing"
