@@ -16,14 +16,14 @@ from engine.stage_weights import Progress
 
 
 class Runtime:
-    """Layers [begin, end) of the model in `folder`."""
+    """`layers` of the model in `folder`. `batch_invariant` as in `Stage.load`."""
 
     sample = staticmethod(sample)
 
-    def __init__(self, folder: str, begin: int, end: int, page_size: int, dtype: str) -> None:
+    def __init__(self, folder: str, layers: range, page_size: int, dtype: str, batch_invariant: bool) -> None:
         self.spec = read_spec(Path(folder))
-        self.layers = range(begin, end)
-        self._folder, self._page_size, self._dtype = folder, page_size, dtype
+        self.layers = layers
+        self._folder, self._page_size, self._dtype, self._batch_invariant = folder, page_size, dtype, batch_invariant
 
     def capacity(self, budget: int) -> int:
         """KV pages of these layers that fit into `budget` bytes."""
@@ -33,4 +33,6 @@ class Runtime:
 
     def load(self, pages: int, progress: Progress, shared: bool = False) -> Stage:
         """Reads the weights and allocates the pool, in `shared` memory or not; `progress(fraction, what)`."""
-        return Stage.load(self._folder, self.layers, pages, self._page_size, self._dtype, progress, shared)
+        return Stage.load(
+            self._folder, self.layers, pages, self._page_size, self._dtype, progress, shared, self._batch_invariant
+        )

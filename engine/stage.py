@@ -64,12 +64,14 @@ class Stage:
         dtype: str = "float32",
         on_progress: Progress | None = None,
         shared: bool = False,
+        batch_invariant: bool = False,
     ) -> Stage:
         """A stage with the weights of `layers` in `folder` and a fresh pool of `pages` pages.
 
         `on_progress(fraction, what)` is called as the load goes on, and with 1.0 at its end.
-        `shared`: other processes of this host can map the pool.
-        Raises `UnsupportedModel`, `CheckpointError`, or `ValueError` for a bad range or dtype.
+        `shared`: other processes of this host can map the pool. `batch_invariant`: a row's bits depend on nothing
+        else in its batch; in float32 they never do.
+        Raises `UnsupportedModel`, `CheckpointError`, `NotInvariant`, or `ValueError` for a bad range or dtype.
         """
         spec = read_spec(folder)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= spec.layers:
@@ -77,7 +79,9 @@ class Stage:
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         pool = KVPool(layers, pages, page_size, spec.kv_heads, spec.head_dim, DTYPES[dtype], shared)
-        return cls(spec, layers, pool, load_stage_weights(WeightFiles(folder), spec, layers, pool, on_progress))
+        exact = batch_invariant or dtype == "float32"
+        weights = load_stage_weights(WeightFiles(folder), spec, layers, pool, on_progress, exact=exact)
+        return cls(spec, layers, pool, weights)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], hidden: torch.Tensor | None = None) -> StageOutput:

@@ -34,14 +34,20 @@ class StageWeights:
 
 
 def load_stage_weights(
-    files: WeightFiles, spec: ModelSpec, layers: range, pool: KVPool, progress: Progress | None = None
+    files: WeightFiles,
+    spec: ModelSpec,
+    layers: range,
+    pool: KVPool,
+    progress: Progress | None = None,
+    *,
+    exact: bool,
 ) -> StageWeights:
-    """Read and fuse the weights of `layers`, in the dtype of `pool`.
+    """Read and fuse the weights of `layers`, in the dtype of `pool`. `exact` as in `Linear`.
 
     `progress(fraction, what)` is called before each part and with 1.0 at the end.
-    Raises `CheckpointError` naming a missing or misshapen tensor.
+    Raises `CheckpointError` naming a missing or misshapen tensor, and `NotInvariant`.
     """
-    reader = _Reader(files, spec, pool.dtype)
+    reader = _Reader(files, spec, pool.dtype, exact)
     first, last = layers.start == 0, layers.stop == spec.layers
     parts, done = len(layers) + first + last, 0
 
@@ -65,7 +71,7 @@ def load_stage_weights(
         if not spec.tied_embeddings:
             head = reader.linear([("lm_head", spec.vocab)], spec.hidden, bias=False)
         else:
-            head = Linear(reader.embedding() if embedding is None else embedding)
+            head = Linear(reader.embedding() if embedding is None else embedding, exact=exact)
     if progress is not None:
         progress(1.0, "loaded")
     return StageWeights(embedding, tuple(built), norm, head)
@@ -74,8 +80,8 @@ def load_stage_weights(
 class _Reader:
     """Names and shapes of the tensors, by what they are for."""
 
-    def __init__(self, files: WeightFiles, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self.files, self.spec, self.dtype = files, spec, dtype
+    def __init__(self, files: WeightFiles, spec: ModelSpec, dtype: torch.dtype, exact: bool) -> None:
+        self.files, self.spec, self.dtype, self.exact = files, spec, dtype, exact
 
     def embedding(self) -> torch.Tensor:
         return self.files.read("model.embed_tokens.weight", (self.spec.vocab, self.spec.hidden), self.dtype)
@@ -87,7 +93,7 @@ class _Reader:
         """Projections (name, outputs) of the same input, fused to one."""
         weights = [self.files.read(f"{name}.weight", (outputs, inputs), self.dtype) for name, outputs in parts]
         biases = [self.files.read(f"{name}.bias", (outputs,), self.dtype) for name, outputs in parts] if bias else []
-        return Linear(_join(weights), _join(biases) if biases else None)
+        return Linear(_join(weights), _join(biases) if biases else None, exact=self.exact)
 
     def layer(self, layer: int, pool: KVPool) -> DecoderLayer:
         prefix, spec = f"model.layers.{layer}", self.spec

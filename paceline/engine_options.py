@@ -24,6 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHARED = (
     ("model_name", "model_name"),
     ("dtype", "dtype"),
+    ("batch_invariant", "batch_invariant"),
     ("page_size", "page_size"),
     ("pages", "pages"),
     ("kv_memory", "kv_bytes"),
@@ -182,6 +183,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and KV (default: %(default)s)")
     group.add_argument(
+        "--batch-invariant", action="store_true",
+        help="a request's logits do not depend on the requests beside it, to the bit; float32 always has this",
+    )  # fmt: skip
+    group.add_argument(
         "--page-size", type=AT_LEAST_ONE, default=16, metavar="N", help="token positions per KV page (default: 16)"
     )
     group.add_argument(
@@ -335,6 +340,7 @@ def repeat_options(options: argparse.Namespace) -> Iterator[str]:
     """The shared engine options as a child's command line."""
     for option, _ in SHARED:
         value = getattr(options, option)
-        if value != "":
+        if value is not False and value != "":
             yield f"--{option.replace('_', '-')}"
-            yield str(value)
+            if value is not True:
+                yield str(value)

@@ -77,7 +77,7 @@ class Daemon:
 
 def run_rank(
     replica: Callable[[ReplicaConfig], Replica],
-    runtime: Callable[[str, int, int, int, str], Runtime],
+    runtime: Callable[[str, range, int, str, bool], Runtime],
     make_port: MakePort,
 ) -> None:
     """The main function of a rank process; never returns.
@@ -107,12 +107,13 @@ def run_rank(
 def _live(
     config: RankConfig,
     replica: Callable[[ReplicaConfig], Replica],
-    runtime: Callable[[str, int, int, int, str], Runtime],
+    runtime: Callable[[str, range, int, str, bool], Runtime],
     make_port: MakePort,
     context: zmq.Context[zmq.Socket[bytes]],
     daemon: Daemon,
 ) -> int:
-    model = runtime(config.model, config.layer_begin, config.layer_end, config.page_size, config.dtype)
+    layers = range(config.layer_begin, config.layer_end)
+    model = runtime(config.model, layers, config.page_size, config.dtype, config.batch_invariant)
     daemon.say(control.Capacity(config.pages or model.capacity(config.kv_bytes)))
     pages = daemon.wait(control.Configure).pages
     # The stream engine lets peers on this host copy into the pool themselves.

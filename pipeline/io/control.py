@@ -38,6 +38,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # Hugging Face folder
     model_digest: str
     dtype: str
+    batch_invariant: bool  # of logits, also where that costs: in other dtypes than float32
     page_size: int
     pages: int  # 0: as many as fit in kv_bytes
     kv_bytes: int  # budget of this rank's pool when pages is 0

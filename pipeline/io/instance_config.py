@@ -46,6 +46,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pp_size: int = 1
     layers: str = ""  # layers per rank, "8,7,8,7"; "": balanced by cost
     dtype: str = "float32"  # of weights and KV
+    batch_invariant: bool = False  # logits do not depend on the batch; in float32 they never do
     page_size: int = 16
     pages: int = 0  # of the KV pool; 0: as many as fit in kv_bytes
     kv_bytes: int = 1 << 30  # per rank
@@ -189,6 +190,7 @@ def plan_epoch(config: DaemonConfig, facts: ModelFacts, hosts: Sequence[Host], e
             model=hosts[rank].model,
             model_digest=facts.digest,
             dtype=config.dtype,
+            batch_invariant=config.batch_invariant,
             page_size=config.page_size,
             pages=config.pages,
             kv_bytes=config.kv_bytes,
