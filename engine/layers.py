@@ -3,8 +3,7 @@
 In: hidden states `[T, hidden]` of a packed batch. Out: the same shape, with the layer's K and V of
 the batch written to the pool on the way.
 
-Invariant: the order of operations and dtypes is that of `transformers` (normalize in float32, round
-to the model dtype, then scale), because greedy tokens must equal its own.
+Invariant: every part keeps the bits of a token whatever else is in the batch, so the layer does.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from engine.attention import PackedBatch, Window, attend
 from engine.linear import Linear
 from engine.moe import SparseMlp
-from engine.rope import rotate
+from engine.steps import gate, normalize, rotate_and_keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +27,7 @@ class RmsNorm:
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return normalize(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +38,7 @@ class DenseMlp:
     down: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # The halves stay views: row by row, vector instructions and their tails fall on the same elements
-        # whatever the number of rows. A contiguous copy would be cut up elsewhere for each batch size.
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(gate(self.gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +65,14 @@ class SelfAttention:
     ) -> torch.Tensor:
         """`written` is called when K and V of the whole batch are in the pool."""
         heads = self.qkv(x).view(batch.tokens, self.heads + 2 * self.kv_heads, self.head_dim)
-        rotated, values = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = rotated[:, : self.heads], rotated[:, self.heads :]
-            rotated = torch.cat((self.query_norm(queries), self.key_norm(keys)), dim=1)
-        rotated = rotate(rotated, *rotation)
-        self.keys.index_copy_(0, batch.slots, rotated[:, self.heads :])
-        self.values.index_copy_(0, batch.slots, values)
+            queries, keys = heads[:, : self.heads], heads[:, self.heads : -self.kv_heads]
+            queries.copy_(self.query_norm(queries))
+            keys.copy_(self.key_norm(keys))
+        queries = rotate_and_keep(heads, rotation, batch.slots, self.keys, self.values)
         if written is not None:
             written()
-        attended = attend(rotated[:, : self.heads], self.keys, self.values, batch.gather(self.window))
-        return self.output(attended)
+        return self.output(attend(queries, self.keys, self.values, batch.gather(self.window)))
 
 
 @dataclass(frozen=True, slots=True)
