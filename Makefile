@@ -94,5 +94,5 @@ idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) -m bench.idle_cpu --start
 
 clean:  ## remove caches, build results and logs; keeps .venv and the model
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .run
+	@rm -rf build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .run
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

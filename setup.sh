@@ -23,13 +23,14 @@ find_python() {
         "or name it: make setup PYTHON=/path/to/python"
 }
 
-# The libraries that Mooncake's extension links against, and the venv module.
+# The libraries that Mooncake's extension links against, a compiler for the attention kernel, and the venv module.
 missing_packages() {
     local known
     known=$(PATH="$PATH:/sbin:/usr/sbin" ldconfig -p)
     [[ $known == *libibverbs.so.1* ]] || echo libibverbs1
     [[ $known == *libnuma.so.1* ]] || echo libnuma1
     [[ $known == *libcurl.so.4* ]] || echo libcurl4
+    [[ -n ${CC:-} ]] || command -v gcc >/dev/null || printf '%s\n' gcc libc6-dev
     if [[ ! -x $VENV/bin/python ]] && ! "$1" -c 'import venv, ensurepip' 2>/dev/null; then
         echo "python$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
     fi
@@ -92,4 +93,6 @@ else
     install_python_packages
     fingerprint >"$STAMP"
 fi
+"$VENV/bin/python" -m engine.native.build || # seconds once, and after its source or flags have changed
+    say "going on without the compiled kernel: attention will be many times slower"
 "$VENV/bin/python" -m engine.smollm2 # downloads 93 MB once and converts it; says so

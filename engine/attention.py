@@ -1,45 +1,27 @@
-"""Causal attention of a packed batch over paged K and V, in plain torch.
+"""Causal attention of a packed batch over paged K and V.
 
-In: the rows of a batch. `PackedBatch` works out, once per batch, where every token's K and V go and
-what every row must gather. Then, once per layer, `attend` gathers and runs SDPA for each row.
+In: the rows of a batch. `PackedBatch` works out, once per batch, where every token's K and V go and where every
+row's are. Then, once per layer, `attend` runs the compiled kernel of `engine.native`; where it was not built, and
+for float16, plain torch, many times slower.
 
-Invariants: a row reads only slots of its own pages, and only positions up to its own; the result of
-a row does not depend on the rows beside it (there is no padding, so no mask that could change bits).
-Rows of one batch never share a slot to write.
+Invariants: a row reads only slots of its own pages, and only positions that its tokens see. The bits of a token's
+result depend on its own query, keys and values alone: not on the rows beside it, nor on pages, page size or how
+its prompt was cut up. Rows of one batch never share a slot to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy
 import torch
 from torch.nn import functional
 
 from engine.batch import Row
+from engine.layout import Layout, Window
+from engine.native import kernel
 
-Window = int | None  # how many last positions a query sees, itself included; None = all
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpan:
-    """One row's piece of the packed queries `[first_query, end_query)` and of the gathered keys."""
-
-    first_query: int
-    end_query: int
-    first_key: int
-    end_key: int
-    causal: bool  # queries and keys are the same positions, so SDPA's own causal rule is right
-    mask: torch.Tensor | None  # bool [queries, keys], True = visible; None where everything is
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """What layers with one window size must gather: int64 `slots` of all rows, and where each row's are."""
-
-    slots: torch.Tensor
-    spans: tuple[RowSpan, ...]
+__all__ = ["PackedBatch", "Window", "attend"]
 
 
 class PackedBatch:
@@ -53,87 +35,79 @@ class PackedBatch:
         """Raises `ValueError` for no rows, an empty row, or a page table that is too short or out of range."""
         if not rows:
             raise ValueError("a batch needs at least one row")
-        tables = [_slots_of_row(index, row, page_size, pages) for index, row in enumerate(rows)]
         lengths = [len(row.tokens) for row in rows]
-        ends = numpy.cumsum(lengths)
-        self.tokens = int(ends[-1])
+        ends = [row.start + length for row, length in zip(rows, lengths, strict=True)]
+        tables = _page_tables(rows, ends, page_size, pages)
         self.rows = rows
-        written = [table[row.start :] for table, row in zip(tables, rows, strict=True)]
-        self.slots = torch.from_numpy(numpy.concatenate(written))
-        self.positions = torch.from_numpy(
-            numpy.concatenate([numpy.arange(row.start, row.start + len(row.tokens)) for row in rows])
-        )
+        offsets = numpy.concatenate(([0], numpy.cumsum(lengths, dtype=numpy.int64)))
+        self.tokens = int(offsets[-1])
+        positions = numpy.concatenate([numpy.arange(row.start, end) for row, end in zip(rows, ends, strict=True)])
+        owners = numpy.repeat(numpy.arange(len(rows)), lengths)
+        own_pages = tables[owners, positions // page_size].astype(numpy.int64)
+        self.slots = torch.from_numpy(own_pages * page_size + positions % page_size)
+        self.positions = torch.from_numpy(positions)
         self.sampled = torch.tensor(
-            [end - 1 for end, row in zip(ends.tolist(), rows, strict=True) if row.sample is not None],
+            [int(end) - 1 for end, row in zip(offsets[1:], rows, strict=True) if row.sample is not None],
             dtype=torch.int64,
         )
-        self._gathers = {window: _plan(rows, tables, window) for window in set(windows)}
+        arrays = torch.from_numpy(tables), torch.from_numpy(offsets), torch.tensor(ends)
+        self._layouts = {window: Layout(*arrays, page_size, pages, self.tokens, window) for window in set(windows)}
 
     def token_ids(self) -> torch.Tensor:
         """int64 `[T]`."""
         return torch.tensor([token for row in self.rows for token in row.tokens], dtype=torch.int64)
 
-    def gather(self, window: Window) -> Gather:
-        return self._gathers[window]
+    def gather(self, window: Window) -> Layout:
+        """What layers with this window read."""
+        return self._layouts[window]
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gather: Gather) -> torch.Tensor:
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Attention of packed `queries` `[T, heads, head_dim]` over one layer's pool.
 
     `keys` and `values` are flat: `[pages * page_size, kv_heads, head_dim]`, with this batch written.
     Returns `[T, heads * head_dim]`.
     """
+    compiled = kernel.best() if queries.dtype in kernel.DTYPES else None
+    return (compiled or attend_in_torch)(queries, keys, values, layout)
+
+
+def attend_in_torch(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """`attend`, one token at a time: a library's sums depend on the shape of what it is given and on how its memory
+    is aligned, so here both follow from the token's own position alone."""
     tokens, heads, head_dim = queries.shape
-    own_keys = keys.index_select(0, gather.slots).transpose(0, 1).unsqueeze(0)  # [1, kv_heads, all keys, head_dim]
-    own_values = values.index_select(0, gather.slots).transpose(0, 1).unsqueeze(0)
-    queries = queries.transpose(0, 1).unsqueeze(0)
-    grouped = heads != keys.shape[1]
-    pieces = []
-    for span in gather.spans:
-        piece = functional.scaled_dot_product_attention(
-            queries[:, :, span.first_query : span.end_query],
-            own_keys[:, :, span.first_key : span.end_key],
-            own_values[:, :, span.first_key : span.end_key],
-            attn_mask=span.mask,
-            is_causal=span.causal,
-            scale=head_dim**-0.5,
-            enable_gqa=grouped,
-        )
-        pieces.append(piece.squeeze(0).transpose(0, 1))
-    packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return packed.reshape(tokens, heads * head_dim)
+    out = queries.new_empty(tokens, heads * head_dim)
+    within = torch.arange(layout.page_size)
+    lengths, first_query = layout.lengths.tolist(), layout.first_query.tolist()
+    for request, length in enumerate(lengths):
+        slots = (layout.pages[request].long()[:, None] * layout.page_size + within).reshape(-1)
+        for token in range(first_query[request], first_query[request + 1]):
+            end = length - first_query[request + 1] + token + 1
+            seen = slots[0 if layout.window is None else max(0, end - layout.window) : end]
+            attended = functional.scaled_dot_product_attention(
+                queries[token].float().clone()[None, :, None],
+                keys.index_select(0, seen).float().transpose(0, 1)[None],
+                values.index_select(0, seen).float().transpose(0, 1)[None],
+                scale=head_dim**-0.5,
+                enable_gqa=heads != keys.shape[1],
+            )
+            out[token] = attended.reshape(-1)
+    return out
 
 
-def _slots_of_row(index: int, row: Row, page_size: int, pages: int) -> numpy.ndarray:
-    """int64 slots of positions 0 .. start + len(tokens) of one row."""
-    end = row.start + len(row.tokens)
-    if row.start < 0 or not row.tokens:
-        raise ValueError(f"row {index} has {len(row.tokens)} tokens from position {row.start}")
-    needed = -(-end // page_size)
-    if len(row.pages) < needed:
-        raise ValueError(f"row {index} reaches position {end - 1} and needs {needed} pages, but has {len(row.pages)}")
-    table = numpy.asarray(row.pages[:needed], dtype=numpy.int64)
-    if table.min() < 0 or table.max() >= pages:
-        raise ValueError(f"row {index} names a page outside 0..{pages - 1}")
-    slots: numpy.ndarray = (table[:, None] * page_size + numpy.arange(page_size)).reshape(-1)[:end]
-    return slots
-
-
-def _plan(rows: Sequence[Row], tables: Sequence[numpy.ndarray], window: Window) -> Gather:
-    spans, slots, query, key = [], [], 0, 0
-    for row, table in zip(rows, tables, strict=True):
-        length, end = len(row.tokens), len(table)
-        first = 0 if window is None else max(0, row.start - window + 1)  # the first query's oldest visible position
-        slots.append(table[first:])
-        causal = length > 1 and row.start == 0 and (window is None or end <= window)
-        mask = None if causal or length == 1 else _mask(row.start, end, first, window)
-        spans.append(RowSpan(query, query + length, key, key + end - first, causal, mask))
-        query, key = query + length, key + end - first
-    return Gather(torch.from_numpy(numpy.concatenate(slots)), tuple(spans))
-
-
-def _mask(start: int, end: int, first: int, window: Window) -> torch.Tensor:
-    """bool `[end - start, end - first]`: which of the positions from `first` each query from `start` sees."""
-    query, key = torch.arange(start, end)[:, None], torch.arange(first, end)[None, :]
-    visible = key <= query
-    return visible if window is None else visible & (key > query - window)
+def _page_tables(rows: Sequence[Row], ends: Sequence[int], page_size: int, pages: int) -> numpy.ndarray:
+    """int32 `[rows, most pages of a row]`: the pages of positions 0 .. end of each row, then zeros."""
+    counts = [-(-end // page_size) for end in ends]
+    tables = numpy.zeros((len(rows), max(counts)), dtype=numpy.int32)
+    for index, (row, end, count) in enumerate(zip(rows, ends, counts, strict=True)):
+        if row.start < 0 or not row.tokens:
+            raise ValueError(f"row {index} has {len(row.tokens)} tokens from position {row.start}")
+        if len(row.pages) < count:
+            raise ValueError(
+                f"row {index} reaches position {end - 1} and needs {count} pages, but has {len(row.pages)}"
+            )
+        own = numpy.asarray(row.pages[:count], dtype=numpy.int64)
+        if own.min() < 0 or own.max() >= pages:
+            raise ValueError(f"row {index} names a page outside 0..{pages - 1}")
+        tables[index, :count] = own
+    return tables

@@ -37,6 +37,8 @@ libraries)
     fi
     ;;
 paceline)
+    # Before the package, which takes the result along: the image itself has no compiler.
+    python3 -m engine.native.build
     "$pip" install -c constraints.txt "$(grep '^setuptools==' deploy/image/constraints.txt)"
     "$pip" install --no-deps --no-build-isolation .
     # What only builds and tests of the libraries need, 200 MB: nothing in the image can install or compile.

@@ -106,16 +106,21 @@ def test_kv_of_each_layer_is_in_the_pool_when_the_stage_says_so(tiny: Callable[[
     assert bool(last.kv_pool.keys(3)[0].eq(0).all()), "pages of nobody stay untouched"
 
 
-def test_bfloat16_follows_transformers_for_one_whole_prompt(tiny: Callable[[str], Reference]) -> None:
+def test_bfloat16_is_as_close_to_the_exact_answer_as_transformers(tiny: Callable[[str], Reference]) -> None:
+    # Its own kinds of attention differ from each other by as much, so nothing can equal it.
     reference = tiny("qwen3")
     model = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.bfloat16)
+    exact = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.bfloat16).double()
     stage = Stage.load(reference.folder, range(4), 4, 16, dtype="bfloat16")
+    ours, theirs = [], []
     for prompt in reference.prompts:
         with torch.inference_mode():
-            expected = model(torch.tensor([prompt])).logits[0, -1]
+            expected, other = (either(torch.tensor([prompt])).logits[0, -1].double() for either in (exact, model))
         logits = run_stages([stage], [PlainRow(0, prompt, [0, 1, 2], Wish())])
         assert logits.dtype == torch.bfloat16
-        torch.testing.assert_close(logits[0], expected, rtol=0.05, atol=0.15)
+        ours.append(logits[0].double() - expected)
+        theirs.append(other - expected)
+    assert torch.cat(ours).norm() < 1.25 * torch.cat(theirs).norm()
 
 
 @pytest.mark.parametrize(
