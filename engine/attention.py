@@ -20,6 +20,7 @@ from torch.nn import functional
 from engine.batch import Row
 from engine.layout import Layout, Window
 from engine.native import kernel
+from engine.native.library import DTYPES
 
 __all__ = ["PackedBatch", "Window", "attend"]
 
@@ -68,7 +69,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layo
     `keys` and `values` are flat: `[pages * page_size, kv_heads, head_dim]`, with this batch written.
     Returns `[T, heads * head_dim]`.
     """
-    compiled = kernel.best() if queries.dtype in kernel.DTYPES else None
+    compiled = kernel.best() if queries.dtype in DTYPES else None
     return (compiled or attend_in_torch)(queries, keys, values, layout)
 
 

@@ -1,7 +1,7 @@
 """Builds the compiled kernels: `python -m engine.native.build`.
 
-In: `paged_attention.c`, and `gcc` (or what `CC` names). Out: beside it one shared object for each instruction set
-of this architecture, so that what one machine builds runs on any other. A name carries the digest of what it was
+In: the C files of this folder, and `gcc` (or what `CC` names). Out: beside them one shared object for each
+instruction set of this architecture, so that what one machine builds runs on any other. A name carries the digest of what it was
 built from, source and flags: an object of another source is never loaded, and one that exists is not built again.
 
 Only the standard library is imported: an image is built before anything is installed in it.
@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("paged_attention.c")
+FOLDER = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror=implicit")
 
 
@@ -30,15 +30,17 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The kernel for processors that have all of `needs`, by their names in /proc/cpuinfo."""
+    """The kernels for processors that have all of `needs`, by their names in /proc/cpuinfo."""
 
     name: str
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
 
     def path(self) -> Path:
-        digest = hashlib.sha256(SOURCE.read_bytes() + " ".join((*FLAGS, *self.flags)).encode()).hexdigest()
-        return SOURCE.with_name(f"{SOURCE.stem}-{self.name}-{digest[:16]}.so")
+        digest = hashlib.sha256(" ".join((*FLAGS, *self.flags)).encode())
+        for source in (*_sources("h"), *_sources("c")):
+            digest.update(source.name.encode() + source.read_bytes())
+        return FOLDER / f"kernels-{self.name}-{digest.hexdigest()[:16]}.so"
 
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
@@ -74,10 +76,14 @@ def build() -> list[Path]:
         for variant in missing:
             _compile(compiler, variant)
     wanted = {variant.path() for variant in variants()}
-    for other in SOURCE.parent.glob(f"{SOURCE.stem}-*.so"):
+    for other in FOLDER.glob("*.so"):
         if other not in wanted:
             other.unlink(missing_ok=True)
     return [variant.path() for variant in missing]
+
+
+def _sources(kind: str) -> list[Path]:
+    return sorted(FOLDER.glob(f"*.{kind}"))
 
 
 def _compile(compiler: list[str], variant: Variant) -> None:
@@ -85,7 +91,7 @@ def _compile(compiler: list[str], variant: Variant) -> None:
     target = variant.path()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
         made = Path(folder) / target.name
-        command = [*compiler, *FLAGS, *variant.flags, str(SOURCE), "-o", str(made), "-lm"]
+        command = [*compiler, *FLAGS, *variant.flags, *map(str, _sources("c")), "-o", str(made), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise BuildError(f"`{shlex.join(command)}` failed:\n{done.stderr.strip()}")

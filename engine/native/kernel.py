@@ -1,4 +1,4 @@
-"""The compiled attention kernel: which of its builds this processor runs, and the one call into it.
+"""The compiled attention kernel.
 
 In: tensors, and the arrays of a batch. Out: attention in a fresh tensor. Invariant: C is called only with memory
 that is as large, as dense and of the type that it takes for granted; whatever is not raises `ValueError` here.
@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import platform
-from pathlib import Path
 
 import torch
 
 from engine.layout import Layout, expect
-from engine.native.build import Variant, variants
+from engine.native.library import DTYPES, load
 
-log = logging.getLogger(__name__)
-
-DTYPES = (torch.float32, torch.bfloat16)
 EVERYTHING = 2**62  # a window that no position leaves
 
 
@@ -56,11 +50,10 @@ class _Tensors(ctypes.Structure):
 
 
 class Kernel:
-    """One build of paged_attention.c, loaded."""
+    """paged_attention.c of one loaded build."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `OSError` if it cannot be loaded."""
-        self._call = ctypes.CDLL(str(path)).paged_attention
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._call = library.paged_attention
         self._call.argtypes = [ctypes.POINTER(_Batch), ctypes.POINTER(_Tensors)]
         self._call.restype = ctypes.c_int
 
@@ -104,38 +97,8 @@ class Kernel:
         return out
 
 
-def runnable() -> list[Variant]:
-    """The variants that this processor can run, the fastest first, built or not."""
-    features = _processor_features()
-    return [variant for variant in variants() if variant.needs <= features]
-
-
 @functools.cache
 def best() -> Kernel | None:
-    """The fastest that was built and runs here; None, with one line in the log, if there is none."""
-    for variant in runnable():
-        if variant.path().exists():
-            try:
-                kernel = Kernel(variant.path())
-            except OSError as error:
-                log.warning("the attention kernel %s cannot be loaded: %s", variant.path(), error)
-                continue
-            log.info("attention runs in the compiled kernel, variant %s", variant.name)
-            return kernel
-    log.warning(
-        "the compiled attention kernel is missing in %s; attention runs in plain torch, many times slower: "
-        "run `make setup`, or `python -m engine.native.build` where there is a C compiler",
-        variants()[0].path().parent,
-    )
-    return None
-
-
-def _processor_features() -> frozenset[str]:
-    """What the processor can do, by the names of /proc/cpuinfo; nothing where there is none."""
-    if platform.machine() != "x86_64":
-        return frozenset()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    """The fastest that was built and runs here, if one does."""
+    library = load()
+    return Kernel(library) if library is not None else None

@@ -5,6 +5,7 @@ Everything is asked of each build of the compiled kernel that this processor run
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import torch
 from engine.attention import PackedBatch, attend_in_torch
 from engine.layout import Layout, Window
 from engine.native.build import variants
-from engine.native.kernel import Kernel, best, runnable
+from engine.native.kernel import Kernel, best
+from engine.native.library import runnable
 from tests.engine.driver import PlainRow
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
@@ -30,7 +32,7 @@ def attend(request: pytest.FixtureRequest) -> Attend:
     for variant in runnable():
         if variant.name == request.param:
             assert variant.path().exists(), "not built: run make setup"
-            return Kernel(variant.path())
+            return Kernel(ctypes.CDLL(str(variant.path())))
     pytest.skip("this processor cannot run it")
 
 
