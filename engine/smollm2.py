@@ -84,6 +84,11 @@ def ensure_default_model(
     return folder
 
 
+def write_original(target: Path, say: Say = _say_on_stderr) -> None:
+    """The GGUF file that the default model is made from. Raises `ModelSetupError` as `ensure_default_model` does."""
+    _unpack(_download(say), target)
+
+
 def _is_ready(folder: Path, verify: bool) -> bool:
     try:
         record = json.loads((folder / _RECORD).read_text())

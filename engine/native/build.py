@@ -1,8 +1,9 @@
 """Builds the compiled kernels: `python -m engine.native.build`.
 
 In: the C files of this folder, and `gcc` (or what `CC` names). Out: beside them one shared object for each
-instruction set of this architecture, so that what one machine builds runs on any other. A name carries the digest of what it was
-built from, source and flags: an object of another source is never loaded, and one that exists is not built again.
+instruction set of this architecture, so that what one machine builds runs on any other. A name carries the digest of
+what it was built from, source and flags: an object of another source is never loaded, and one that exists is not
+built again.
 
 Only the standard library is imported: an image is built before anything is installed in it.
 """
