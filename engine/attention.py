@@ -11,7 +11,7 @@ its prompt was cut up. Rows of one batch never share a slot to write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy
 import torch
@@ -22,8 +22,6 @@ from engine.layout import Layout, Window
 from engine.native import kernel
 from engine.native.library import DTYPES
 
-__all__ = ["PackedBatch", "Window", "attend"]
-
 
 class PackedBatch:
     """The rows of one batch, laid one after another: T tokens in all.
@@ -32,7 +30,7 @@ class PackedBatch:
     `positions` int64 `[T]`. `sampled` int64: packed indices of the tokens whose logits are wanted.
     """
 
-    def __init__(self, rows: Sequence[Row], page_size: int, pages: int, windows: Iterable[Window]) -> None:
+    def __init__(self, rows: Sequence[Row], page_size: int, pages: int) -> None:
         """Raises `ValueError` for no rows, an empty row, or a page table that is too short or out of range."""
         if not rows:
             raise ValueError("a batch needs at least one row")
@@ -47,20 +45,26 @@ class PackedBatch:
         own_pages = tables[owners, positions // page_size].astype(numpy.int64)
         self.slots = torch.from_numpy(own_pages * page_size + positions % page_size)
         self.positions = torch.from_numpy(positions)
-        self.sampled = torch.tensor(
-            [int(end) - 1 for end, row in zip(offsets[1:], rows, strict=True) if row.sample is not None],
-            dtype=torch.int64,
-        )
-        arrays = torch.from_numpy(tables), torch.from_numpy(offsets), torch.tensor(ends)
-        self._layouts = {window: Layout(*arrays, page_size, pages, self.tokens, window) for window in set(windows)}
+        asking = [index for index, row in enumerate(rows) if row.sample is not None]
+        self.sampled = torch.from_numpy(offsets[1:][asking] - 1)
+        self._arrays = torch.from_numpy(tables), torch.from_numpy(offsets), torch.tensor(ends)
+        self._of_sampled = (
+            torch.from_numpy(tables[asking]), torch.arange(len(asking) + 1), self._arrays[2][asking]
+        )  # fmt: skip
+        self._pool = page_size, pages
+        self._layouts: dict[tuple[Window, bool], Layout] = {}
 
     def token_ids(self) -> torch.Tensor:
         """int64 `[T]`."""
         return torch.tensor([token for row in self.rows for token in row.tokens], dtype=torch.int64)
 
-    def gather(self, window: Window) -> Layout:
-        """What layers with this window read."""
-        return self._layouts[window]
+    def layout(self, window: Window, sampled_only: bool = False) -> Layout:
+        """What layers with this window read, for all tokens or for the sampled ones alone; made when asked first."""
+        if (window, sampled_only) not in self._layouts:
+            arrays = self._of_sampled if sampled_only else self._arrays
+            tokens = len(self.sampled) if sampled_only else self.tokens
+            self._layouts[window, sampled_only] = Layout(*arrays, *self._pool, tokens, window)
+        return self._layouts[window, sampled_only]
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout) -> torch.Tensor:

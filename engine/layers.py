@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import PackedBatch, Window, attend
+from engine.attention import PackedBatch, attend
+from engine.layout import Layout, Window
 from engine.linear import Linear
 from engine.moe import SparseMlp
-from engine.steps import gate, normalize, rotate_and_keep
+from engine.steps import Rotation, gate, normalize, rotate_and_keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +57,18 @@ class SelfAttention:
     keys: torch.Tensor  # the layer's pool, flat: [pages * page_size, kv_heads, head_dim]
     values: torch.Tensor
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        batch: PackedBatch,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        written: Callable[[], None] | None,
-    ) -> torch.Tensor:
-        """`written` is called when K and V of the whole batch are in the pool."""
+    def project(self, x: torch.Tensor, batch: PackedBatch, rotation: Rotation) -> torch.Tensor:
+        """Queries `[T, heads, head_dim]` of the batch; its K and V are in the pool afterwards."""
         heads = self.qkv(x).view(batch.tokens, self.heads + 2 * self.kv_heads, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = heads[:, : self.heads], heads[:, self.heads : -self.kv_heads]
             queries.copy_(self.query_norm(queries))
             keys.copy_(self.key_norm(keys))
-        queries = rotate_and_keep(heads, rotation, batch.slots, self.keys, self.values)
-        if written is not None:
-            written()
-        return self.output(attend(queries, self.keys, self.values, batch.gather(self.window)))
+        return rotate_and_keep(heads, rotation, batch.slots, self.keys, self.values)
+
+    def attend(self, queries: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """What the queries of `layout` found in the pool, `[T, hidden]`."""
+        return self.output(attend(queries, self.keys, self.values, layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +85,18 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor,
         batch: PackedBatch,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         written: Callable[[], None] | None,
+        sampled_only: bool = False,
     ) -> torch.Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), batch, rotation, written)
+        """`written` is called when K and V of the whole batch are in the pool. `sampled_only`: what comes out is of
+        the tokens whose logits are wanted, because nothing else reads a model's last layer."""
+        queries = self.attention.project(self.attention_norm(hidden), batch, rotation)
+        if written is not None:
+            written()
+        if sampled_only:
+            hidden, queries = hidden.index_select(0, batch.sampled), queries.index_select(0, batch.sampled)
+        if not len(queries):
+            return hidden
+        hidden = hidden + self.attention.attend(queries, batch.layout(self.attention.window, sampled_only))
         return hidden + self.mlp(self.mlp_norm(hidden))

@@ -52,7 +52,6 @@ class Stage:
         self.on_layer_written: Callable[[int], None] | None = None
         self._weights = weights
         self._frequencies = inverse_frequencies(spec.rope, spec.head_dim)
-        self._windows = {spec.windows[layer] for layer in layers}
 
     @classmethod
     def load(
@@ -91,20 +90,22 @@ class Stage:
         pool of `layer`, before that layer attends. Raises `ValueError` for rows that do not fit the
         pool or hidden states that do not fit the rows.
         """
-        batch = PackedBatch(rows, self.kv_pool.page_size, self.kv_pool.pages, self._windows)
+        batch = PackedBatch(rows, self.kv_pool.page_size, self.kv_pool.pages)
         hidden = self._enter(batch, hidden)
         rotation = cosines_and_sines(
             batch.positions, self._frequencies, self.spec.rope.attention_factor, self.kv_pool.dtype
         )
         for layer in self._weights.layers:
             notify = self.on_layer_written
-            hidden = layer(hidden, batch, rotation, partial(notify, layer.layer) if notify else None)
+            last = layer.layer == self.spec.layers - 1
+            hidden = layer(hidden, batch, rotation, partial(notify, layer.layer) if notify else None, last)
         if not self.last:
             return StageOutput(hidden=hidden)
         assert self._weights.norm is not None
         assert self._weights.head is not None
-        wanted = self._weights.norm(hidden.index_select(0, batch.sampled))
-        return StageOutput(logits=self._weights.head(wanted))
+        if not len(hidden):
+            return StageOutput(logits=hidden.new_empty(0, self.spec.vocab))
+        return StageOutput(logits=self._weights.head(self._weights.norm(hidden)))
 
     def _enter(self, batch: PackedBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         if self._weights.embedding is not None:

@@ -15,6 +15,8 @@ from torch.nn import functional
 from engine.native.steps import steps
 from engine.rope import rotate
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of a batch, each `[T, 1, head_dim]`
+
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square normalization over the last dimension of `[T, width]` or `[T, heads, width]`."""
@@ -37,16 +39,16 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 def rotate_and_keep(
     heads: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor],
+    rotation: Rotation,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
     """Rotates queries and keys, and writes keys and values of the batch into one layer's pool.
 
-    `heads` `[T, queries + 2 * kv_heads, head_dim]`: queries, keys, values; may be written to. `rotation`: cosines and
-    sines `[T, 1, head_dim]`. `keys`, `values`: flat, `[pages * page_size, kv_heads, head_dim]`, written at `slots`
-    int64 `[T]`. Returns the queries `[T, queries, head_dim]`.
+    `heads` `[T, queries + 2 * kv_heads, head_dim]`: queries, keys, values; may be written to. `keys`, `values`: flat,
+    `[pages * page_size, kv_heads, head_dim]`, written at `slots` int64 `[T]`. Returns the queries
+    `[T, queries, head_dim]`.
     """
     if compiled := steps(heads.dtype):
         return compiled.rotate_and_keep(heads, rotation, slots, keys, values)

@@ -74,11 +74,11 @@ def run(
         slots = [row.pages[position // page_size] * page_size + position % page_size for position in range(end)]
         keys[slots], values[slots] = own.keys[:end], own.values[:end]
         rows.append(row)
-    batch = PackedBatch(rows, page_size, shape[0] // page_size, [window])
+    batch = PackedBatch(rows, page_size, shape[0] // page_size)
     queries = torch.cat([own.queries[start:end] for own, start, end in parts])
     # As in a layer: the heads of a token lie beside its keys.
     beside = torch.cat((queries, queries[:, :2]), dim=1)[:, : queries.shape[1]]
-    return list(attend(beside, keys, values, batch.gather(window)).split([end - start for _, start, end in parts]))
+    return list(attend(beside, keys, values, batch.layout(window)).split([end - start for _, start, end in parts]))
 
 
 def exact(own: Text, window: Window = None) -> torch.Tensor:
@@ -180,8 +180,8 @@ def test_what_was_built_for_this_processor_is_used() -> None:
 
 
 def pool_and_layout() -> tuple[torch.Tensor, torch.Tensor, Layout]:
-    batch = PackedBatch([PlainRow(3, [1, 2], [0, 3])], 4, 4, [None])
-    return torch.zeros(2, 4, 8), torch.zeros(16, 2, 8), batch.gather(None)
+    batch = PackedBatch([PlainRow(3, [1, 2], [0, 3])], 4, 4)
+    return torch.zeros(2, 4, 8), torch.zeros(16, 2, 8), batch.layout(None)
 
 
 @pytest.mark.parametrize(

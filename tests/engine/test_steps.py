@@ -25,7 +25,7 @@ def compiled(request: pytest.FixtureRequest) -> Steps:
     return Steps(ctypes.CDLL(str(BY_NAME[request.param].path())))
 
 
-@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
+@pytest.fixture(params=list(DTYPES.values()), ids=list(DTYPES))
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
 
