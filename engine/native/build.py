@@ -1,8 +1,9 @@
 """Builds the compiled kernels: `python -m engine.native.build`.
 
-In: `paged_attention.c`, and `gcc` (or what `CC` names). Out: beside it one shared object for each instruction set
-of this architecture, so that what one machine builds runs on any other. A name carries the digest of what it was
-built from, source and flags: an object of another source is never loaded, and one that exists is not built again.
+In: `paged_attention.c` with `vectors.h`, and `gcc` (or what `CC` names). Out: beside them one shared object for each
+instruction set of this architecture, so that what one machine builds runs on any other. Its name carries the digest
+of what it was built from, sources and flags: an object of other sources is never loaded, and one that exists is not
+built again.
 
 Only the standard library is imported: an image is built before anything is installed in it.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("paged_attention.c")
+HEADER = SOURCE.with_name("vectors.h")
 FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror=implicit")
 
 
@@ -37,7 +39,8 @@ class Variant:
     needs: frozenset[str] = frozenset()
 
     def path(self) -> Path:
-        digest = hashlib.sha256(SOURCE.read_bytes() + " ".join((*FLAGS, *self.flags)).encode()).hexdigest()
+        made_of = (SOURCE.read_bytes(), HEADER.read_bytes(), " ".join((*FLAGS, *self.flags)).encode())
+        digest = hashlib.sha256(b"".join(made_of)).hexdigest()
         return SOURCE.with_name(f"{SOURCE.stem}-{self.name}-{digest[:16]}.so")
 
 

@@ -17,151 +17,16 @@
  * One source for several instruction sets: vectors are GCC's, as wide as the target's registers. Lengths, page ids,
  * strides and types have been checked by the caller, engine/native/kernel.py.
  */
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
+#include "vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-
-/* ---- What differs between instruction sets ------------------------------------------------------------------- */
-
-/* WIDTH vectors for each of GROUP rows are summed at once: as many as there are registers for, and some to spare. */
-#if defined(__AVX512F__)
-enum { LANES = 16, WIDTH = 4 };
-#elif defined(__AVX2__)
-enum { LANES = 8, WIDTH = 2 };
-#elif defined(__aarch64__)
-enum { LANES = 4, WIDTH = 4 };
-#else
-enum { LANES = 4, WIDTH = 2 };
-#endif
 enum {
     GROUP = 6,      /* rows that share each load of a key or value */
     TILE_ROWS = 96, /* rows that share each preparation of a block; a multiple of GROUP */
     BLOCK = 64,     /* positions */
     ALIGNMENT = 64  /* bytes */
 };
-
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-
-#if defined(__AVX512F__)
-INLINE Vector fused(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); } /* b if either is not a number */
-static const Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#elif defined(__AVX2__)
-INLINE Vector fused(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
-static const Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7};
-#else
-#if defined(__aarch64__)
-INLINE Vector fused(Vector a, Vector b, Vector c) { return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
-#else
-INLINE Vector fused(Vector a, Vector b, Vector c) { return a * b + c; }
-#endif
-INLINE Vector larger(Vector a, Vector b)
-{
-    Bits is = (Bits)(a > b);
-    return (Vector)((is & (Bits)a) | (~is & (Bits)b));
-}
-static const Bits LANE = {0, 1, 2, 3};
-#endif
-
-/* ---- Vectors ------------------------------------------------------------------------------------------------- */
-
-INLINE Vector all(float x) { return x - (Vector){0}; }
-
-INLINE Vector load(const float *from)
-{
-    Vector x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-INLINE void store(float *to, Vector x) { memcpy(to, &x, sizeof x); }
-
-INLINE Vector widen(Halves x) { return (Vector)(__builtin_convertvector(x, Bits) << 16); }
-
-/* The first `count` of LANES elements of a float32 or bfloat16 array, then zeros; nothing is read beyond them. */
-INLINE Vector load_elements(const void *from, int64_t at, int64_t count, int bfloat16)
-{
-    if (bfloat16) {
-        Halves x = {0};
-        memcpy(&x, (const uint16_t *)from + at, count >= LANES ? sizeof x : 2 * (size_t)count);
-        return widen(x);
-    }
-    Vector x = {0};
-    memcpy(&x, (const float *)from + at, count >= LANES ? sizeof x : 4 * (size_t)count);
-    return x;
-}
-
-/* Round to nearest, ties to even; not-a-number stays one. */
-INLINE uint16_t narrow(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u)
-        return (uint16_t)(bits >> 16 | 0x40u);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-/* The maximum of all lanes, and their sum, by halves. */
-INLINE float largest_lane(Vector x)
-{
-    UNROLL for (uint32_t step = LANES / 2; step > 0; step /= 2) x = larger(x, __builtin_shuffle(x, LANE ^ step));
-    return x[0];
-}
-
-INLINE float sum_of_lanes(Vector x)
-{
-    UNROLL for (uint32_t step = LANES / 2; step > 0; step /= 2) x = x + __builtin_shuffle(x, LANE ^ step);
-    return x[0];
-}
-
-/* rows[i][j] becomes rows[j][i]: interleave the first half of the rows with the second, once for each bit of an index. */
-INLINE void transpose(Vector rows[LANES])
-{
-    const Bits low = (LANE >> 1) + (LANE & 1) * LANES, high = low + LANES / 2;
-    UNROLL for (int step = 1; step < LANES; step *= 2)
-    {
-        Vector next[LANES];
-        UNROLL for (int i = 0; i < LANES / 2; i++)
-        {
-            next[2 * i] = __builtin_shuffle(rows[i], rows[i + LANES / 2], low);
-            next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + LANES / 2], high);
-        }
-        UNROLL for (int i = 0; i < LANES; i++) rows[i] = next[i];
-    }
-}
-
-/* e to the x for x <= 0, within 2 units in the last place; 0 where that would be too small for a normal float. */
-INLINE Vector exponential(Vector x)
-{
-    const Vector lowest = all(-87.3f), to_integer = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    Vector inside = larger(lowest, x);
-    Vector shifted = fused(inside, all(1.44269504f), to_integer);
-    Vector power = shifted - to_integer;
-    Vector rest = fused(power, all(-0.693359375f), inside); /* ln 2 in two parts, the first exact */
-    rest = fused(power, all(2.12194440e-4f), rest);
-    Vector sum = all(1.9875691500e-4f);
-    sum = fused(sum, rest, all(1.3981999507e-3f));
-    sum = fused(sum, rest, all(8.3334519073e-3f));
-    sum = fused(sum, rest, all(4.1665795894e-2f));
-    sum = fused(sum, rest, all(1.6666665459e-1f));
-    sum = fused(sum, rest, all(5.0000001201e-1f));
-    sum = fused(sum, rest * rest, rest + all(1.0f));
-    Bits scale = ((Bits)shifted << 23) + 0x3f800000u;
-    return (Vector)((Bits)(sum * (Vector)scale) & ~(Bits)(x < lowest));
-}
 
 /* ---- One tile: some query rows of one request that share a KV head ------------------------------------------- */
 
@@ -187,13 +52,13 @@ typedef struct {
     int64_t dim;    /* head_dim, rounded up to whole vectors */
     float *queries; /* [TILE_ROWS, dim], scaled */
     float *sums;    /* [TILE_ROWS, dim]: weighted values */
-    Vector *totals; /* [TILE_ROWS]: sums of weights, by lane */
-    float *maxima;  /* [TILE_ROWS]: largest score so far */
-    int64_t *first, *last; /* [TILE_ROWS]: the positions that a row sees */
-    float *keys;           /* [dim, BLOCK]: this block's, transposed */
-    float *copies;         /* [BLOCK, dim]: this block's values, where the pool's own cannot be used */
-    float *weights;        /* [GROUP, BLOCK] */
+    float *keys;    /* [dim, BLOCK]: this block's, transposed */
+    float *copies;  /* [BLOCK, dim]: this block's values, where the pool's own cannot be used as they are */
     const float *values[BLOCK]; /* where each position's value is */
+    float weights[GROUP][BLOCK] __attribute__((aligned(ALIGNMENT)));
+    Vector totals[TILE_ROWS];  /* sums of weights, by lane */
+    float maxima[TILE_ROWS];   /* the largest score so far */
+    int64_t first[TILE_ROWS], last[TILE_ROWS]; /* the positions that a row sees */
 } Tile;
 
 /* Positions `[from, to)` of one block, counted from its start. */
@@ -213,6 +78,8 @@ INLINE Span seen(const Tile *tile, int row, int64_t start)
     return span;
 }
 
+/* The steps of a block. Those that take a number of rows are compiled for each number, with all sums in registers. */
+
 /* weights[row][position] = query . key for `rows` rows and the first `positions` of the block, or some more. */
 INLINE void score(Tile *tile, const int rows, int row, int positions)
 {
@@ -230,7 +97,7 @@ INLINE void score(Tile *tile, const int rows, int row, int positions)
             }
         }
         UNROLL for (int i = 0; i < rows; i++)
-            UNROLL for (int w = 0; w < WIDTH; w++) store(tile->weights + i * BLOCK + at + w * LANES, sums[i][w]);
+            UNROLL for (int w = 0; w < WIDTH; w++) store(tile->weights[i] + at + w * LANES, sums[i][w]);
     }
 }
 
@@ -267,33 +134,36 @@ INLINE void weigh(Tile *tile, int row, float *weights, Span span)
     tile->totals[row] = total;
 }
 
-INLINE void add_columns(Tile *tile, const int rows, const int width, int row, const float *weights, Span span, int64_t d)
+INLINE void add_columns(
+    Tile *tile, const int rows, const int width, int row, const float (*weights)[BLOCK], Span span, int64_t d)
 {
     float *sums = tile->sums + row * tile->dim + d;
     Vector sum[GROUP][WIDTH];
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int w = 0; w < width; w++) sum[i][w] = load(sums + i * tile->dim + w * LANES);
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int w = 0; w < width; w++) sum[i][w] = load(sums + i * tile->dim + w * LANES);
     for (int j = span.from; j < span.to; j++) {
         const float *value = tile->values[j] + d;
         Vector values[WIDTH];
         UNROLL for (int w = 0; w < width; w++) values[w] = load(value + w * LANES);
         UNROLL for (int i = 0; i < rows; i++)
         {
-            Vector weight = all(weights[i * BLOCK + j]);
+            Vector weight = all(weights[i][j]);
             UNROLL for (int w = 0; w < width; w++) sum[i][w] = fused(weight, values[w], sum[i][w]);
         }
     }
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int w = 0; w < width; w++) store(sums + i * tile->dim + w * LANES, sum[i][w]);
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int w = 0; w < width; w++) store(sums + i * tile->dim + w * LANES, sum[i][w]);
 }
 
 /* sums[row] += weight * value for `rows` rows that all see `span`. */
-INLINE void add_values(Tile *tile, const int rows, int row, const float *weights, Span span)
+INLINE void add_values(Tile *tile, const int rows, int row, const float (*weights)[BLOCK], Span span)
 {
     int64_t d = 0;
     for (; d + WIDTH * LANES <= tile->dim; d += WIDTH * LANES) add_columns(tile, rows, WIDTH, row, weights, span, d);
     for (; d < tile->dim; d += LANES) add_columns(tile, rows, 1, row, weights, span, d);
 }
 
-static void add_values_of_one(Tile *tile, int row, const float *weights, Span span)
+static void add_values_of_one(Tile *tile, int row, const float (*weights)[BLOCK], Span span)
 {
     if (span.from < span.to)
         add_values(tile, 1, row, weights, span);
@@ -316,25 +186,26 @@ INLINE void attend_group(Tile *tile, const int rows, int row, int64_t start)
     score(tile, rows, row, positions);
     for (int i = 0; i < rows; i++)
         if (spans[i].from < spans[i].to)
-            weigh(tile, row + i, tile->weights + i * BLOCK, spans[i]);
+            weigh(tile, row + i, tile->weights[i], spans[i]);
     if (common.from >= common.to) {
-        for (int i = 0; i < rows; i++) add_values_of_one(tile, row + i, tile->weights + i * BLOCK, spans[i]);
+        for (int i = 0; i < rows; i++) add_values_of_one(tile, row + i, tile->weights + i, spans[i]);
         return;
     }
     for (int i = 0; i < rows; i++)
-        add_values_of_one(tile, row + i, tile->weights + i * BLOCK, (Span){spans[i].from, common.from});
+        add_values_of_one(tile, row + i, tile->weights + i, (Span){spans[i].from, common.from});
     add_values(tile, rows, row, tile->weights, common);
     for (int i = 0; i < rows; i++)
-        add_values_of_one(tile, row + i, tile->weights + i * BLOCK, (Span){common.to, spans[i].to});
+        add_values_of_one(tile, row + i, tile->weights + i, (Span){common.to, spans[i].to});
 }
 
-/* The block's keys, transposed, and where its values are. Places from `end` on repeat the last position: nobody sees them. */
+/* The block's keys, transposed, and where its values are. Positions from `end` on are not read: the last one stands
+ * in for them, and nobody sees it there. */
 INLINE void prepare_block(
     Tile *tile, const Batch *batch, const Tensors *in, const int32_t *pages, int64_t kv_head, int64_t start, int64_t end,
     const int bfloat16)
 {
     int64_t offsets[BLOCK], page = start / batch->page_size, place = start % batch->page_size;
-    int64_t positions = end - start < BLOCK ? end - start : BLOCK;
+    const int64_t positions = end - start < BLOCK ? end - start : BLOCK, element = bfloat16 ? 2 : 4;
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < positions) {
             int64_t slot = (int64_t)pages[page] * batch->page_size + place;
@@ -343,11 +214,19 @@ INLINE void prepare_block(
                 place = 0, page++;
         } else
             offsets[j] = offsets[positions - 1];
+        /* The values are needed when the scores are there, and pages lie anywhere: have them fetched meanwhile. */
+        const char *value = (const char *)in->values + offsets[j] * element;
+        for (int64_t byte = 0; byte < in->head_dim * element; byte += ALIGNMENT) __builtin_prefetch(value + byte);
     }
     for (int64_t j = 0; j < positions; j += LANES)
         for (int64_t d = 0; d < tile->dim; d += LANES) {
             Vector rows[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_elements(in->keys, offsets[j + i] + d, in->head_dim - d, bfloat16);
+            if (d + LANES <= in->head_dim) {
+                UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_whole(in->keys, offsets[j + i] + d, bfloat16);
+            } else {
+                const int64_t left = in->head_dim - d;
+                for (int i = 0; i < LANES; i++) rows[i] = load_part(in->keys, offsets[j + i] + d, left, bfloat16);
+            }
             transpose(rows);
             UNROLL for (int i = 0; i < LANES; i++) store(tile->keys + (d + i) * BLOCK + j, rows[i]);
         }
@@ -358,7 +237,7 @@ INLINE void prepare_block(
         }
         float *copy = tile->copies + j * tile->dim;
         for (int64_t d = 0; d < tile->dim; d += LANES)
-            store(copy + d, load_elements(in->values, offsets[j] + d, in->head_dim - d, bfloat16));
+            store(copy + d, load_part(in->values, offsets[j] + d, in->head_dim - d, bfloat16));
         tile->values[j] = copy;
     }
 }
@@ -374,7 +253,7 @@ INLINE void attend_tile(
         int64_t token = (from + row) / group, head = kv_head * group + (from + row) % group;
         int64_t at = (first_query + token) * in->query_stride + head * in->head_dim;
         for (int64_t d = 0; d < tile->dim; d += LANES) {
-            Vector query = load_elements(in->queries, at + d, in->head_dim - d, bfloat16);
+            Vector query = load_part(in->queries, at + d, in->head_dim - d, bfloat16);
             store(tile->queries + row * tile->dim + d, query * all(in->scale));
             store(tile->sums + row * tile->dim + d, all(0.0f));
         }
@@ -411,51 +290,39 @@ INLINE void attend_tile(
     }
 }
 
-static void attend_float32(Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
+static void attend_float32(
+    Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
 {
     attend_tile(tile, batch, in, request, head, from, rows, 0);
 }
 
-static void attend_bfloat16(Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
+static void attend_bfloat16(
+    Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
 {
     attend_tile(tile, batch, in, request, head, from, rows, 1);
 }
 
 /* ---- The batch ----------------------------------------------------------------------------------------------- */
 
-INLINE void *take(char **memory, size_t bytes)
-{
-    void *piece = *memory;
-    *memory += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return piece;
-}
-
 /* Returns 0, or -1 if there is no memory to work in. */
 int paged_attention(const Batch *batch, const Tensors *in)
 {
     Tile tile = {.dim = (in->head_dim + LANES - 1) / LANES * LANES};
-    const size_t vectors = (size_t)tile.dim * 4 + ALIGNMENT; /* bytes of one row, at most */
-    const size_t bytes = (2 * TILE_ROWS + 2 * BLOCK) * vectors + TILE_ROWS * (sizeof(Vector) + 64) + (GROUP * BLOCK * 4) + 16 * ALIGNMENT;
-    char *memory = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT), *rest = memory;
+    const size_t block = (size_t)tile.dim * BLOCK, rows = (size_t)tile.dim * TILE_ROWS; /* floats; whole cache lines */
+    float *memory = aligned_alloc(ALIGNMENT, 4 * 2 * (block + rows));
     if (memory == NULL)
         return -1;
-    tile.keys = take(&rest, (size_t)tile.dim * BLOCK * 4);
-    tile.copies = take(&rest, (size_t)tile.dim * BLOCK * 4);
-    tile.weights = take(&rest, GROUP * BLOCK * 4);
-    tile.queries = take(&rest, (size_t)tile.dim * TILE_ROWS * 4);
-    tile.sums = take(&rest, (size_t)tile.dim * TILE_ROWS * 4);
-    tile.totals = take(&rest, TILE_ROWS * sizeof(Vector));
-    tile.maxima = take(&rest, TILE_ROWS * sizeof(float));
-    tile.first = take(&rest, TILE_ROWS * sizeof(int64_t));
-    tile.last = take(&rest, TILE_ROWS * sizeof(int64_t));
-    memset(tile.keys, 0, (size_t)tile.dim * BLOCK * 4);
-    memset(tile.weights, 0, GROUP * BLOCK * 4);
+    memset(memory, 0, 4 * block); /* lanes of keys that are never filled take part, unseen */
+    tile.keys = memory;
+    tile.copies = tile.keys + block;
+    tile.queries = tile.copies + block;
+    tile.sums = tile.queries + rows;
     for (int64_t request = 0; request < batch->requests; request++) {
         const int64_t tokens = batch->first_query[request + 1] - batch->first_query[request];
-        const int64_t rows = tokens * (in->heads / in->kv_heads);
+        const int64_t all_rows = tokens * (in->heads / in->kv_heads);
         for (int64_t head = 0; head < in->kv_heads; head++)
-            for (int64_t from = 0; from < rows; from += TILE_ROWS) {
-                int count = rows - from < TILE_ROWS ? (int)(rows - from) : TILE_ROWS;
+            for (int64_t from = 0; from < all_rows; from += TILE_ROWS) {
+                int count = all_rows - from < TILE_ROWS ? (int)(all_rows - from) : TILE_ROWS;
                 (in->bfloat16 ? attend_bfloat16 : attend_float32)(&tile, batch, in, request, head, from, count);
             }
     }
