@@ -22,15 +22,15 @@ INLINE void normalize_row(const void *x, const void *weight, void *out, int64_t 
         {
             int64_t left = width - d - i * LANES;
             if (left > 0) {
-                Vector part = load_elements(x, at + d + i * LANES, left, bfloat16);
+                Vector part = load_part(x, at + d + i * LANES, left, bfloat16);
                 sums[i] = fused(part, part, sums[i]);
             }
         }
     Vector sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     Vector scale = all(1.0f / sqrtf(sum_of_lanes(sum) / (float)width + eps));
     for (int64_t d = 0; d < width; d += LANES) {
-        Vector normal = as_kept(load_elements(x, at + d, width - d, bfloat16) * scale, bfloat16);
-        store_elements(out, to + d, width - d, load_elements(weight, d, width - d, bfloat16) * normal, bfloat16);
+        Vector normal = as_kept(load_part(x, at + d, width - d, bfloat16) * scale, bfloat16);
+        store_part(out, to + d, width - d, load_part(weight, d, width - d, bfloat16) * normal, bfloat16);
     }
 }
 
@@ -58,9 +58,9 @@ INLINE Vector silu(Vector x)
 INLINE void gate_row(const void *gate_up, void *out, int64_t row, int64_t width, const int bfloat16)
 {
     for (int64_t d = 0; d < width; d += LANES) {
-        Vector gate = load_elements(gate_up, row * 2 * width + d, width - d, bfloat16);
-        Vector up = load_elements(gate_up, row * 2 * width + width + d, width - d, bfloat16);
-        store_elements(out, row * width + d, width - d, as_kept(silu(gate), bfloat16) * up, bfloat16);
+        Vector gate = load_part(gate_up, row * 2 * width + d, width - d, bfloat16);
+        Vector up = load_part(gate_up, row * 2 * width + width + d, width - d, bfloat16);
+        store_part(out, row * width + d, width - d, as_kept(silu(gate), bfloat16) * up, bfloat16);
     }
 }
 
@@ -78,13 +78,13 @@ void gate(const void *gate_up, void *out, int64_t rows, int64_t width, int64_t b
 INLINE void rotate_head(void *heads, int64_t at, void *to, int64_t place, const void *cosines, const void *sines, int64_t half, const int bfloat16)
 {
     for (int64_t d = 0; d < half; d += LANES) {
-        Vector low = load_elements(heads, at + d, half - d, bfloat16);
-        Vector high = load_elements(heads, at + half + d, half - d, bfloat16);
-        Vector cosine = load_elements(cosines, d, half - d, bfloat16), sine = load_elements(sines, d, half - d, bfloat16);
+        Vector low = load_part(heads, at + d, half - d, bfloat16);
+        Vector high = load_part(heads, at + half + d, half - d, bfloat16);
+        Vector cosine = load_part(cosines, d, half - d, bfloat16), sine = load_part(sines, d, half - d, bfloat16);
         Vector first = as_kept(low * cosine, bfloat16) - as_kept(high * sine, bfloat16);
         Vector second = as_kept(high * cosine, bfloat16) + as_kept(low * sine, bfloat16);
-        store_elements(to, place + d, half - d, first, bfloat16);
-        store_elements(to, place + half + d, half - d, second, bfloat16);
+        store_part(to, place + d, half - d, first, bfloat16);
+        store_part(to, place + half + d, half - d, second, bfloat16);
     }
 }
 

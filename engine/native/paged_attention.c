@@ -11,16 +11,16 @@
  *   - the running maximum and sum are updated once a block, in the same lanes;
  *   - exactly the values that the row sees are added, first to last. Those that it does not see are not added with
  *     weight zero either: zero times infinity is not zero.
- * Lengths, page ids, strides and types have been checked by the caller, engine/native/kernel.py.
+ * For that to hold in the machine code, every multiply-add is written as one (`fused`), and the compiler is told to
+ * make no others (-ffp-contract=off).
+ *
+ * One source for several instruction sets: vectors are GCC's, as wide as the target's registers. Lengths, page ids,
+ * strides and types have been checked by the caller, engine/native/kernel.py.
  */
+#include <stdlib.h>
+
 #include "vectors.h"
 
-/* WIDTH vectors for each of GROUP rows are summed at once: as many as there are registers for, and some to spare. */
-#if defined(__AVX512F__) || defined(__aarch64__)
-enum { WIDTH = 4 };
-#else
-enum { WIDTH = 2 };
-#endif
 enum {
     GROUP = 6,      /* rows that share each load of a key or value */
     TILE_ROWS = 96, /* rows that share each preparation of a block; a multiple of GROUP */
@@ -52,13 +52,13 @@ typedef struct {
     int64_t dim;    /* head_dim, rounded up to whole vectors */
     float *queries; /* [TILE_ROWS, dim], scaled */
     float *sums;    /* [TILE_ROWS, dim]: weighted values */
-    Vector *totals; /* [TILE_ROWS]: sums of weights, by lane */
-    float *maxima;  /* [TILE_ROWS]: largest score so far */
-    int64_t *first, *last; /* [TILE_ROWS]: the positions that a row sees */
-    float *keys;           /* [dim, BLOCK]: this block's, transposed */
-    float *copies;         /* [BLOCK, dim]: this block's values, where the pool's own cannot be used */
-    float *weights;        /* [GROUP, BLOCK] */
+    float *keys;    /* [dim, BLOCK]: this block's, transposed */
+    float *copies;  /* [BLOCK, dim]: this block's values, where the pool's own cannot be used as they are */
     const float *values[BLOCK]; /* where each position's value is */
+    float weights[GROUP][BLOCK] __attribute__((aligned(ALIGNMENT)));
+    Vector totals[TILE_ROWS];  /* sums of weights, by lane */
+    float maxima[TILE_ROWS];   /* the largest score so far */
+    int64_t first[TILE_ROWS], last[TILE_ROWS]; /* the positions that a row sees */
 } Tile;
 
 /* Positions `[from, to)` of one block, counted from its start. */
@@ -78,6 +78,8 @@ INLINE Span seen(const Tile *tile, int row, int64_t start)
     return span;
 }
 
+/* The steps of a block. Those that take a number of rows are compiled for each number, with all sums in registers. */
+
 /* weights[row][position] = query . key for `rows` rows and the first `positions` of the block, or some more. */
 INLINE void score(Tile *tile, const int rows, int row, int positions)
 {
@@ -95,7 +97,7 @@ INLINE void score(Tile *tile, const int rows, int row, int positions)
             }
         }
         UNROLL for (int i = 0; i < rows; i++)
-            UNROLL for (int w = 0; w < WIDTH; w++) store(tile->weights + i * BLOCK + at + w * LANES, sums[i][w]);
+            UNROLL for (int w = 0; w < WIDTH; w++) store(tile->weights[i] + at + w * LANES, sums[i][w]);
     }
 }
 
@@ -132,33 +134,36 @@ INLINE void weigh(Tile *tile, int row, float *weights, Span span)
     tile->totals[row] = total;
 }
 
-INLINE void add_columns(Tile *tile, const int rows, const int width, int row, const float *weights, Span span, int64_t d)
+INLINE void add_columns(
+    Tile *tile, const int rows, const int width, int row, const float (*weights)[BLOCK], Span span, int64_t d)
 {
     float *sums = tile->sums + row * tile->dim + d;
     Vector sum[GROUP][WIDTH];
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int w = 0; w < width; w++) sum[i][w] = load(sums + i * tile->dim + w * LANES);
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int w = 0; w < width; w++) sum[i][w] = load(sums + i * tile->dim + w * LANES);
     for (int j = span.from; j < span.to; j++) {
         const float *value = tile->values[j] + d;
         Vector values[WIDTH];
         UNROLL for (int w = 0; w < width; w++) values[w] = load(value + w * LANES);
         UNROLL for (int i = 0; i < rows; i++)
         {
-            Vector weight = all(weights[i * BLOCK + j]);
+            Vector weight = all(weights[i][j]);
             UNROLL for (int w = 0; w < width; w++) sum[i][w] = fused(weight, values[w], sum[i][w]);
         }
     }
-    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int w = 0; w < width; w++) store(sums + i * tile->dim + w * LANES, sum[i][w]);
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int w = 0; w < width; w++) store(sums + i * tile->dim + w * LANES, sum[i][w]);
 }
 
 /* sums[row] += weight * value for `rows` rows that all see `span`. */
-INLINE void add_values(Tile *tile, const int rows, int row, const float *weights, Span span)
+INLINE void add_values(Tile *tile, const int rows, int row, const float (*weights)[BLOCK], Span span)
 {
     int64_t d = 0;
     for (; d + WIDTH * LANES <= tile->dim; d += WIDTH * LANES) add_columns(tile, rows, WIDTH, row, weights, span, d);
     for (; d < tile->dim; d += LANES) add_columns(tile, rows, 1, row, weights, span, d);
 }
 
-static void add_values_of_one(Tile *tile, int row, const float *weights, Span span)
+static void add_values_of_one(Tile *tile, int row, const float (*weights)[BLOCK], Span span)
 {
     if (span.from < span.to)
         add_values(tile, 1, row, weights, span);
@@ -181,25 +186,26 @@ INLINE void attend_group(Tile *tile, const int rows, int row, int64_t start)
     score(tile, rows, row, positions);
     for (int i = 0; i < rows; i++)
         if (spans[i].from < spans[i].to)
-            weigh(tile, row + i, tile->weights + i * BLOCK, spans[i]);
+            weigh(tile, row + i, tile->weights[i], spans[i]);
     if (common.from >= common.to) {
-        for (int i = 0; i < rows; i++) add_values_of_one(tile, row + i, tile->weights + i * BLOCK, spans[i]);
+        for (int i = 0; i < rows; i++) add_values_of_one(tile, row + i, tile->weights + i, spans[i]);
         return;
     }
     for (int i = 0; i < rows; i++)
-        add_values_of_one(tile, row + i, tile->weights + i * BLOCK, (Span){spans[i].from, common.from});
+        add_values_of_one(tile, row + i, tile->weights + i, (Span){spans[i].from, common.from});
     add_values(tile, rows, row, tile->weights, common);
     for (int i = 0; i < rows; i++)
-        add_values_of_one(tile, row + i, tile->weights + i * BLOCK, (Span){common.to, spans[i].to});
+        add_values_of_one(tile, row + i, tile->weights + i, (Span){common.to, spans[i].to});
 }
 
-/* The block's keys, transposed, and where its values are. Places from `end` on repeat the last position: nobody sees them. */
+/* The block's keys, transposed, and where its values are. Positions from `end` on are not read: the last one stands
+ * in for them, and nobody sees it there. */
 INLINE void prepare_block(
     Tile *tile, const Batch *batch, const Tensors *in, const int32_t *pages, int64_t kv_head, int64_t start, int64_t end,
     const int bfloat16)
 {
     int64_t offsets[BLOCK], page = start / batch->page_size, place = start % batch->page_size;
-    int64_t positions = end - start < BLOCK ? end - start : BLOCK;
+    const int64_t positions = end - start < BLOCK ? end - start : BLOCK, element = bfloat16 ? 2 : 4;
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < positions) {
             int64_t slot = (int64_t)pages[page] * batch->page_size + place;
@@ -208,11 +214,19 @@ INLINE void prepare_block(
                 place = 0, page++;
         } else
             offsets[j] = offsets[positions - 1];
+        /* The values are needed when the scores are there, and pages lie anywhere: have them fetched meanwhile. */
+        const char *value = (const char *)in->values + offsets[j] * element;
+        for (int64_t byte = 0; byte < in->head_dim * element; byte += ALIGNMENT) __builtin_prefetch(value + byte);
     }
     for (int64_t j = 0; j < positions; j += LANES)
         for (int64_t d = 0; d < tile->dim; d += LANES) {
             Vector rows[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_elements(in->keys, offsets[j + i] + d, in->head_dim - d, bfloat16);
+            if (d + LANES <= in->head_dim) {
+                UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_whole(in->keys, offsets[j + i] + d, bfloat16);
+            } else {
+                const int64_t left = in->head_dim - d;
+                for (int i = 0; i < LANES; i++) rows[i] = load_part(in->keys, offsets[j + i] + d, left, bfloat16);
+            }
             transpose(rows);
             UNROLL for (int i = 0; i < LANES; i++) store(tile->keys + (d + i) * BLOCK + j, rows[i]);
         }
@@ -223,7 +237,7 @@ INLINE void prepare_block(
         }
         float *copy = tile->copies + j * tile->dim;
         for (int64_t d = 0; d < tile->dim; d += LANES)
-            store(copy + d, load_elements(in->values, offsets[j] + d, in->head_dim - d, bfloat16));
+            store(copy + d, load_part(in->values, offsets[j] + d, in->head_dim - d, bfloat16));
         tile->values[j] = copy;
     }
 }
@@ -239,7 +253,7 @@ INLINE void attend_tile(
         int64_t token = (from + row) / group, head = kv_head * group + (from + row) % group;
         int64_t at = (first_query + token) * in->query_stride + head * in->head_dim;
         for (int64_t d = 0; d < tile->dim; d += LANES) {
-            Vector query = load_elements(in->queries, at + d, in->head_dim - d, bfloat16);
+            Vector query = load_part(in->queries, at + d, in->head_dim - d, bfloat16);
             store(tile->queries + row * tile->dim + d, query * all(in->scale));
             store(tile->sums + row * tile->dim + d, all(0.0f));
         }
@@ -276,51 +290,39 @@ INLINE void attend_tile(
     }
 }
 
-static void attend_float32(Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
+static void attend_float32(
+    Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
 {
     attend_tile(tile, batch, in, request, head, from, rows, 0);
 }
 
-static void attend_bfloat16(Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
+static void attend_bfloat16(
+    Tile *tile, const Batch *batch, const Tensors *in, int64_t request, int64_t head, int64_t from, int rows)
 {
     attend_tile(tile, batch, in, request, head, from, rows, 1);
 }
 
 /* ---- The batch ----------------------------------------------------------------------------------------------- */
 
-INLINE void *take(char **memory, size_t bytes)
-{
-    void *piece = *memory;
-    *memory += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return piece;
-}
-
 /* Returns 0, or -1 if there is no memory to work in. */
 int paged_attention(const Batch *batch, const Tensors *in)
 {
     Tile tile = {.dim = (in->head_dim + LANES - 1) / LANES * LANES};
-    const size_t vectors = (size_t)tile.dim * 4 + ALIGNMENT; /* bytes of one row, at most */
-    const size_t bytes = (2 * TILE_ROWS + 2 * BLOCK) * vectors + TILE_ROWS * (sizeof(Vector) + 64) + (GROUP * BLOCK * 4) + 16 * ALIGNMENT;
-    char *memory = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT), *rest = memory;
+    const size_t block = (size_t)tile.dim * BLOCK, rows = (size_t)tile.dim * TILE_ROWS; /* floats; whole cache lines */
+    float *memory = aligned_alloc(ALIGNMENT, 4 * 2 * (block + rows));
     if (memory == NULL)
         return -1;
-    tile.keys = take(&rest, (size_t)tile.dim * BLOCK * 4);
-    tile.copies = take(&rest, (size_t)tile.dim * BLOCK * 4);
-    tile.weights = take(&rest, GROUP * BLOCK * 4);
-    tile.queries = take(&rest, (size_t)tile.dim * TILE_ROWS * 4);
-    tile.sums = take(&rest, (size_t)tile.dim * TILE_ROWS * 4);
-    tile.totals = take(&rest, TILE_ROWS * sizeof(Vector));
-    tile.maxima = take(&rest, TILE_ROWS * sizeof(float));
-    tile.first = take(&rest, TILE_ROWS * sizeof(int64_t));
-    tile.last = take(&rest, TILE_ROWS * sizeof(int64_t));
-    memset(tile.keys, 0, (size_t)tile.dim * BLOCK * 4);
-    memset(tile.weights, 0, GROUP * BLOCK * 4);
+    memset(memory, 0, 4 * block); /* lanes of keys that are never filled take part, unseen */
+    tile.keys = memory;
+    tile.copies = tile.keys + block;
+    tile.queries = tile.copies + block;
+    tile.sums = tile.queries + rows;
     for (int64_t request = 0; request < batch->requests; request++) {
         const int64_t tokens = batch->first_query[request + 1] - batch->first_query[request];
-        const int64_t rows = tokens * (in->heads / in->kv_heads);
+        const int64_t all_rows = tokens * (in->heads / in->kv_heads);
         for (int64_t head = 0; head < in->kv_heads; head++)
-            for (int64_t from = 0; from < rows; from += TILE_ROWS) {
-                int count = rows - from < TILE_ROWS ? (int)(rows - from) : TILE_ROWS;
+            for (int64_t from = 0; from < all_rows; from += TILE_ROWS) {
+                int count = all_rows - from < TILE_ROWS ? (int)(all_rows - from) : TILE_ROWS;
                 (in->bfloat16 ? attend_bfloat16 : attend_float32)(&tile, batch, in, request, head, from, count);
             }
     }

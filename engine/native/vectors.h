@@ -1,11 +1,14 @@
-/* Vectors of float32 as wide as the target's registers, for one source and several instruction sets.
+/* Vectors as wide as the target's registers, for one source that is compiled for several instruction sets.
  *
- * Invariant: the bits of a result are a function of its operands alone. For that to hold in the machine code, every
- * multiply-add is written as one (`fused`), and the compiler is told to make no others (-ffp-contract=off).
+ * In: what the compiler says of the target (-march). Out: LANES, WIDTH and the operations of the kernel on `Vector`.
+ * Invariant: each of them gives the same bits wherever it is inlined; a multiply-add is one where the target has it
+ * and only where `fused` says so (-ffp-contract=off). GCC's vector extension does the rest.
  */
+#ifndef PACELINE_VECTORS_H
+#define PACELINE_VECTORS_H
+
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -19,14 +22,16 @@
 
 /* ---- What differs between instruction sets ------------------------------------------------------------------- */
 
+/* WIDTH vectors of each of six rows can be summed at once with registers to spare for what is added. */
 #if defined(__AVX512F__)
-enum { LANES = 16 };
+enum { LANES = 16, WIDTH = 4 };
 #elif defined(__AVX2__)
-enum { LANES = 8 };
+enum { LANES = 8, WIDTH = 2 };
+#elif defined(__aarch64__)
+enum { LANES = 4, WIDTH = 4 };
 #else
-enum { LANES = 4 };
+enum { LANES = 4, WIDTH = 2 };
 #endif
-
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
@@ -41,7 +46,7 @@ INLINE Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 static const Bits LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 #else
 #if defined(__aarch64__)
-INLINE Vector fused(Vector a, Vector b, Vector c) { return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE Vector fused(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
 #else
 INLINE Vector fused(Vector a, Vector b, Vector c) { return a * b + c; }
 #endif
@@ -68,50 +73,32 @@ INLINE void store(float *to, Vector x) { memcpy(to, &x, sizeof x); }
 
 INLINE Vector widen(Halves x) { return (Vector)(__builtin_convertvector(x, Bits) << 16); }
 
-/* The first `count` of LANES elements of a float32 or bfloat16 array, then zeros; nothing is read beyond them. */
-INLINE Vector load_elements(const void *from, int64_t at, int64_t count, int bfloat16)
+INLINE Vector load_whole(const void *from, int64_t at, int bfloat16)
 {
-    Halves halves = {0};
-    Vector x = {0};
-    if (count >= LANES) { /* a copy of a known size is one instruction, any other a call */
-        if (!bfloat16)
-            return load((const float *)from + at);
-        memcpy(&halves, (const uint16_t *)from + at, sizeof halves);
-        return widen(halves);
+    if (!bfloat16)
+        return load((const float *)from + at);
+    Halves x;
+    memcpy(&x, (const uint16_t *)from + at, sizeof x);
+    return widen(x);
+}
+
+/* The first `count` of LANES elements of a float32 or bfloat16 array, then zeros; nothing is read beyond them. */
+INLINE Vector load_part(const void *from, int64_t at, int64_t count, int bfloat16)
+{
+    if (count >= LANES)
+        return load_whole(from, at, bfloat16);
+    float part[LANES] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        if (bfloat16) {
+            uint32_t bits = (uint32_t)((const uint16_t *)from)[at + i] << 16;
+            memcpy(part + i, &bits, sizeof bits);
+        } else
+            part[i] = ((const float *)from)[at + i];
     }
-    if (!bfloat16) {
-        memcpy(&x, (const float *)from + at, 4 * (size_t)count);
-        return x;
-    }
-    memcpy(&halves, (const uint16_t *)from + at, 2 * (size_t)count);
-    return widen(halves);
+    return load(part);
 }
 
 /* Round to nearest, ties to even; not-a-number stays one. */
-INLINE Halves narrow_all(Vector x)
-{
-    Bits bits = (Bits)x, number = (Bits)(x == x);
-    Bits rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return __builtin_convertvector((number & rounded) | (~number & (bits >> 16 | 0x40u)), Halves);
-}
-
-/* The first `count` of LANES elements. */
-INLINE void store_elements(void *to, int64_t at, int64_t count, Vector x, int bfloat16)
-{
-    if (!bfloat16) {
-        if (count >= LANES)
-            store((float *)to + at, x);
-        else
-            memcpy((float *)to + at, &x, 4 * (size_t)count);
-        return;
-    }
-    Halves halves = narrow_all(x);
-    if (count >= LANES)
-        memcpy((uint16_t *)to + at, &halves, sizeof halves);
-    else
-        memcpy((uint16_t *)to + at, &halves, 2 * (size_t)count);
-}
-
 INLINE uint16_t narrow(float x)
 {
     uint32_t bits;
@@ -119,6 +106,32 @@ INLINE uint16_t narrow(float x)
     if ((bits & 0x7fffffffu) > 0x7f800000u)
         return (uint16_t)(bits >> 16 | 0x40u);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+INLINE Halves narrow_all(Vector x)
+{
+    Bits bits = (Bits)x, number = (Bits)(x == x);
+    Bits rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return __builtin_convertvector((number & rounded) | (~number & (bits >> 16 | 0x40u)), Halves);
+}
+
+/* The first `count` of LANES elements; nothing is written beyond them. */
+INLINE void store_part(void *to, int64_t at, int64_t count, Vector x, int bfloat16)
+{
+    const Halves halves = narrow_all(x);
+    if (count >= LANES) {
+        if (bfloat16)
+            memcpy((uint16_t *)to + at, &halves, sizeof halves);
+        else
+            store((float *)to + at, x);
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (bfloat16)
+            ((uint16_t *)to)[at + i] = halves[i];
+        else
+            ((float *)to)[at + i] = x[i];
+    }
 }
 
 /* The maximum of all lanes, and their sum, by halves. */
@@ -134,7 +147,7 @@ INLINE float sum_of_lanes(Vector x)
     return x[0];
 }
 
-/* rows[i][j] becomes rows[j][i]: interleave the first half of the rows with the second, once for each bit of an index. */
+/* rows[i][j] becomes rows[j][i]: the two halves of the rows are interleaved once for each bit of an index. */
 INLINE void transpose(Vector rows[LANES])
 {
     const Bits low = (LANE >> 1) + (LANE & 1) * LANES, high = low + LANES / 2;
@@ -170,3 +183,4 @@ INLINE Vector exponential(Vector x)
     return (Vector)((Bits)(sum * (Vector)scale) & ~(Bits)(x < lowest));
 }
 
+#endif

@@ -91,6 +91,14 @@ def test_every_transfer_backend_loads(cluster: str) -> None:
     assert podman("exec", cluster, "python", "-c", script).stdout.startswith("2.")
 
 
+def test_attention_has_its_compiled_kernel_for_every_processor(cluster: str) -> None:
+    script = (
+        "from engine.native import build, kernel; assert kernel.best(); "
+        "print(all(variant.path().exists() for variant in build.variants()))"
+    )
+    assert podman("exec", cluster, "python", "-c", script).stdout == "True\n"
+
+
 def test_sigterm_ends_it_in_order(cluster: str) -> None:
     """Last in the file: it ends the cluster."""
     podman("stop", "--time", "60", cluster)
