@@ -9,6 +9,7 @@ Keys and values lie on scattered pages of 16.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,8 @@ import torch
 from torch.nn import functional
 
 from engine.layout import Layout
-from engine.native.kernel import Kernel, runnable
+from engine.native.kernel import Kernel
+from engine.native.library import runnable
 
 PAGE = 16
 # Requests, positions of each before this batch, tokens of each in it.
@@ -65,7 +67,7 @@ def ways(case: tuple[int, int, int], heads: Sequence[int], dtype: torch.dtype) -
     made: dict[str, Way] = {"torch": gathered}
     for variant in runnable():
         if variant.path().exists():
-            made[variant.name] = partial(Kernel(variant.path()), queries, keys, values, layout)
+            made[variant.name] = partial(Kernel(ctypes.CDLL(str(variant.path()))), queries, keys, values, layout)
     return made
 
 

@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from engine import attention
-from engine.native import build, kernel
+from engine.native import build, kernel, library
 from tests.engine.test_attention import run, text
+
+SOURCE, HEADER = "paged_attention.c", "vectors.h"
 
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with sources that are built at once, for one variant."""
-    for name, content in (("SOURCE", "int paged_attention(void) { return 0; }\n"), ("HEADER", "")):
-        path = tmp_path / getattr(build, name).name
-        path.write_text(content)
-        monkeypatch.setattr(build, name, path)
+    (tmp_path / SOURCE).write_text("int paged_attention(void) { return 0; }\n")
+    (tmp_path / HEADER).write_text("")
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
     monkeypatch.setitem(build._VARIANTS, platform.machine(), (build.Variant("baseline"),))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path
@@ -30,19 +32,22 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nothing_loaded() -> Iterator[None]:
-    kernel.best.cache_clear()
+    cached = (library.load, kernel.best)
+    for function in cached:
+        function.cache_clear()
     yield
-    kernel.best.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def test_what_exists_is_not_built_again_and_what_is_stale_goes(sources: Path) -> None:
     (first,) = build.build()
     assert build.build() == []
     assert stat.S_IMODE(first.stat().st_mode) == 0o755
-    build.SOURCE.write_text("int paged_attention(void) { return 1; }\n")
+    (sources / SOURCE).write_text("int paged_attention(void) { return 1; }\n")
     (second,) = build.build()
     assert first != second
-    build.HEADER.write_text("/* changed */\n")
+    (sources / HEADER).write_text("/* changed */\n")
     (third,) = build.build()
     assert sorted(sources.glob("*.so")) == [third]
     assert not list(sources.glob(".build-*"))
@@ -59,10 +64,10 @@ def test_without_a_compiler_it_says_what_to_do(
 def test_a_compiler_that_fails_leaves_nothing_behind(
     sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build.SOURCE.write_text("this is not C\n")
+    (sources / SOURCE).write_text("this is not C\n")
     assert build.main() == 1
     assert "failed:" in (told := capsys.readouterr().err) and "paged_attention.c" in told
-    assert sorted(path.name for path in sources.iterdir()) == ["paged_attention.c", "vectors.h"]
+    assert sorted(path.name for path in sources.iterdir()) == [SOURCE, HEADER]
 
 
 def test_where_it_was_not_built_torch_answers_and_the_log_says_so_once(
@@ -75,7 +80,7 @@ def test_where_it_was_not_built_torch_answers_and_the_log_says_so_once(
         run(attention.attend, parts)
     assert torch.equal(answer, run(attention.attend_in_torch, parts)[0])
     (record,) = caplog.records
-    assert f"attention kernel is missing in {sources}" in record.message and "run `make setup`" in record.message
+    assert f"compiled kernels are missing in {sources}" in record.message and "run `make setup`" in record.message
 
 
 def test_a_broken_object_is_named_and_torch_answers(
@@ -84,7 +89,7 @@ def test_a_broken_object_is_named_and_torch_answers(
     build.variants()[0].path().write_bytes(b"not an object")
     run(attention.attend, [(text(3), 0, 3)])
     assert "cannot be loaded" in caplog.records[0].message
-    assert "kernel is missing" in caplog.records[1].message
+    assert "kernels are missing" in caplog.records[1].message
 
 
 def test_float16_is_attended_in_torch() -> None:
@@ -102,5 +107,5 @@ def test_a_processor_gets_the_fastest_variant_that_it_has_all_of(monkeypatch: py
         build._V4: ["avx512", "avx2", "baseline"],
         build._V4 - {"avx512vl"}: ["avx2", "baseline"],
     }.items():
-        monkeypatch.setattr(kernel, "_processor_features", lambda given=features: given)
-        assert [variant.name for variant in kernel.runnable()] == names
+        monkeypatch.setattr(library, "_processor_features", lambda given=features: given)
+        assert [variant.name for variant in library.runnable()] == names
