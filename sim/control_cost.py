@@ -22,7 +22,6 @@ import msgspec
 
 from consensus import recorder
 from consensus.entry import PREALLOC, TRANSFER, Key, PeerRef, RequestSpec, Return, SamplingParams, TokenOut
-from decode.lifecycle import READY, RUNNING, TRANSFERRING
 from decode.scheduler import DecodeReplica
 from pipeline.effects import (
     Acknowledge,
@@ -43,7 +42,7 @@ from pipeline.sequencer import Sequencer
 PROMPT, OUTPUT = 200, (64, 192)  # output tokens: between these, evenly
 # So large that the growth which admission keeps room for is never exceeded: what a retract costs is another question.
 PAGE = 256
-IN_TRANSFER = 8  # requests whose KV is on the way: the rest of the waiting ones wait for pages
+IN_TRANSFER = 8  # at least as many more have pages and their KV on the way; the rest of the waiting ones have none
 _FIRST_TOKEN = msgspec.msgpack.encode(TokenOut(1))
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Relay)
 _T = TypeVar("_T")
@@ -69,7 +68,7 @@ class Ring:
     spent: list[float] = field(default_factory=list)  # seconds of each rank since the last look
     flight: deque[Batch] = field(default_factory=deque)
     arrived: deque[str] = field(default_factory=deque)  # rooms whose KV may come, oldest first
-    landed: dict[str, None] = field(default_factory=dict)  # rooms whose KV has come
+    landed: dict[str, None] = field(default_factory=dict)  # rooms whose KV has come, until they end
     numbered: int = 0
     clock: int = 0
     cores: list[RankCore] = field(init=False)
@@ -100,12 +99,7 @@ class Ring:
     @property
     def at_work(self) -> int:
         """Those that run, and those of which the ring is being told that they can."""
-        states = self.cores[0].replica.states
-        return (
-            len(states[RUNNING])
-            + len(states[READY])
-            + sum(r.key.room in self.landed for r in states[TRANSFERRING].values())
-        )
+        return len(self.landed)
 
     def settle(self) -> None:
         """Until as many run as should, and the tokens of some ticks have come."""
