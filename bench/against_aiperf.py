@@ -1,12 +1,14 @@
 """Our figures beside those of an independent client, NVIDIA's aiperf, in one run against one server.
 
-    python -m bench.against_aiperf --aiperf ~/.cache/paceline/clients/aiperf/bin/aiperf
+    python -m bench.against_aiperf            # a real gateway in front of scripted instances
+    python -m bench.against_aiperf --cluster "--prefill-pp 1 --decode-pp 1"
 
 In: aiperf's command, in an environment of its own. Both put the same kind of load on the same server at the same time,
 with as many users each, so that whatever the machine does happens to both; ours is counted over the time in which
-aiperf's requests begin. The server is a real gateway in front of scripted instances, which keep a pace of their own;
-`--cluster "OPTIONS"` asks a cluster of `paceline up` instead. Out: both clients' figures and their ratios. Exit code 1
-if a ratio is more than 2 % from 1.
+aiperf's requests begin. Each client goes through a relay (`bench.relay`), a third witness that sees when its requests
+came and their tokens went. Out: what each client says; `off`, how far that is from what its relay saw of the same
+requests, in percent; `ratio`, ours to aiperf's; and `alike`, the ratio of what they would say of the same requests,
+which leaves out that the server did not do the same for both. Exit code 1 if `alike` is more than 2 % from 1 anywhere.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+
 from bench.bodies import Manner, make_bodies, read_prompts
 from bench.client import Client
 from bench.load import Load
 from bench.local_cluster import started_cluster
 from bench.prompts import COMMON_WORDS
 from bench.records import Record
+from bench.relay import relayed
 from bench.scripted_gateway import scripted_gateway
-from bench.summary import Window, distribution, summarise
+from bench.summary import distribution, of_request
 from bench.workload import Planned
 
 TOLERANCE = 0.02
@@ -52,53 +57,79 @@ def write_prompts(path: Path, count: int, words: int) -> None:
             file.write(json.dumps({"text": " ".join(chance.choices(COMMON_WORDS, k=words))}) + "\n")
 
 
-async def both(url: str, prompts: Path, options: argparse.Namespace, folder: Path) -> tuple[Figures, Figures]:
-    """Ours goes on for as long as aiperf runs."""
+async def both(
+    ours_at: str, aiperf_at: str, prompts: Path, options: argparse.Namespace, folder: Path
+) -> tuple[list[Record], list[dict[str, Any]]]:
+    """Our records, in order, and aiperf's rows; ours goes on for as long as aiperf runs. Moments are monotonic."""
     asks = read_prompts(prompts.read_text().splitlines(), "chat", options.output)
     manner = Manner("chat", options.model, as_ids=False, plain=False, ignore_eos=True, extra={})
     plan = [Planned(index, 0.0, ask) for index, ask in enumerate(islice(cycle(asks), 100 * len(asks)))]
     bodies = await make_bodies([planned.ask for planned in plan], manner, 0, None, None)
-    async with Client(url, "chat", "", MOST_SECONDS, asyncio.get_running_loop().time) as client:
+    async with Client(ours_at, "chat", "", MOST_SECONDS, time.monotonic) as client:
         await asyncio.gather(*map(client.send, bodies[: options.users]))  # warms up
         load = Load(client.send, plan, bodies)
-        begin = time.time()
+        begin = time.monotonic()
         ours = asyncio.create_task(load.closed_loop(options.users))
-        rows, summary = await ask_aiperf(url, prompts, options, folder)
+        rows = await ask_aiperf(aiperf_at, prompts, options, folder)
         ours.cancel()
         with suppress(asyncio.CancelledError):
             await ours
-    starts = [row["metadata"]["request_start_ns"] / 1e9 - begin for row in rows]
-    window = Window("aiperf's", min(starts), max(starts))
-    found = summarise(load.progress.records, window, {})
-    if found.failed or found.completed < len(rows) / 2:
-        raise SystemExit(f"against_aiperf: of our requests {found.completed} are whole: {found.errors}")
-    own, other = Figures(), Figures()
-    for name, metric in METRICS.items():
-        told = distribution([row["metrics"][metric]["value"] for row in rows])
+    records = [at_moments(record, begin) for record in load.progress.records]
+    return sorted(records, key=lambda record: record.scheduled), rows
+
+
+def at_moments(record: Record, begin: float) -> Record:
+    """With moments of the clock instead of seconds from the start."""
+    chunks = tuple((at + begin, tokens) for at, tokens in record.chunks)
+    return msgspec.structs.replace(
+        record, scheduled=record.scheduled + begin, sent=record.sent + begin, ended=record.ended + begin, chunks=chunks
+    )
+
+
+def figures_of_records(records: Sequence[Record]) -> Figures:
+    each = [of_request(record) for record in records]
+    seconds = max(record.ended for record in records) - min(record.scheduled for record in records)
+    rate = sum(record.output_tokens for record in records) / seconds
+    return figures_of({name: [found[name] for found in each] for name in METRICS}, rate)
+
+
+def figures_of_rows(rows: Sequence[dict[str, Any]]) -> Figures:
+    """aiperf's, from what it says of each request."""
+    values = {name: [row["metrics"][metric]["value"] for row in rows] for name, metric in METRICS.items()}
+    seconds = (max(map(ended, rows)) - min(map(began, rows))) / 1e9
+    return figures_of(values, sum(row["metrics"]["output_sequence_length"]["value"] for row in rows) / seconds)
+
+
+def began(row: dict[str, Any]) -> int:
+    """Nanoseconds of the wall clock."""
+    moment: int = row["metadata"]["request_start_ns"]
+    return moment
+
+
+def ended(row: dict[str, Any]) -> int:
+    moment: int = row["metadata"]["request_end_ns"]
+    return moment
+
+
+def figures_of(values: dict[str, list[float]], rate: float) -> Figures:
+    """`rate`: all tokens of the requests, until the last of them ended."""
+    found = Figures()
+    for name, of_each in values.items():
+        told = distribution(of_each)
         assert told is not None
         for kind in ("mean", "p50", "p90"):
-            own[f"{name} {kind}, ms"] = getattr(found.latency_ms[name], kind)
-            other[f"{name} {kind}, ms"] = getattr(told, kind)
-    own["output tokens/s"] = output_of(load.progress.records, window)
-    other["output tokens/s"] = float(summary["output_token_throughput"]["avg"])
-    return own, other
+            found[f"{name} {kind}, ms"] = getattr(told, kind)
+    found["output tokens/s"] = rate
+    return found
 
 
-def output_of(records: Sequence[Record], window: Window) -> float:
-    """As aiperf counts it: all tokens of the requests that began in the window, until the last of them ended."""
-    inside = [record for record in records if window.begin <= record.scheduled <= window.end]
-    first, last = min(r.scheduled for r in inside), max(r.ended for r in inside)
-    return sum(record.output_tokens for record in inside) / (last - first)
-
-
-async def ask_aiperf(
-    url: str, prompts: Path, options: argparse.Namespace, folder: Path
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Its record of each request, and its summary."""
+async def ask_aiperf(url: str, prompts: Path, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Its record of each request."""
     fixed = {"max_tokens": options.output, "min_tokens": options.output, "ignore_eos": True, "temperature": 0}
     command = [
         str(options.aiperf), "profile", "--model", options.model, "--url", url, "--endpoint-type", "chat",
-        "--streaming", "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
+        "--streaming", "--warmup-request-count", str(2 * options.users),
+        "--input-file", str(prompts), "--custom-dataset-type", "single_turn",
         "--dataset-sampling-strategy", "sequential", "--concurrency", str(options.users),
         "--request-count", str(options.requests), "--workers-max", "1", "--extra-inputs", json.dumps(fixed),
         "--use-server-token-count", "--tokenizer", "lab/tokenizer", "--no-gpu-telemetry", "--no-server-metrics",
@@ -117,12 +148,15 @@ async def ask_aiperf(
             await process.wait()
         log.seek(0)
         said = log.read()
-    artifacts = folder / "artifacts"
-    records, summary = (list(artifacts.rglob(name)) for name in ("profile_export.jsonl", "profile_export_aiperf.json"))
-    if process.returncode or not records or not summary:
+    records = next((folder / "artifacts").rglob("profile_export.jsonl"), None)
+    if process.returncode or records is None:
         raise SystemExit(f"against_aiperf: aiperf failed ({process.returncode}): {said[-2000:]}")
-    rows = [json.loads(line) for line in records[0].read_text().splitlines()]
-    return [row for row in rows if not row.get("error")], json.loads(summary[0].read_text())
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    rows = [row for row in rows if row["metadata"].get("benchmark_phase") == "profiling"]
+    whole = [row for row in rows if not row.get("error")]
+    if len(whole) < options.requests:
+        raise SystemExit(f"against_aiperf: {len(whole)} of {options.requests} of aiperf's answers are whole")
+    return whole
 
 
 def tokenizer_cache(tokenizer: Path, home: Path) -> Path:
@@ -164,13 +198,34 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name, server(options) as url:
         prompts = Path(name) / "prompts.jsonl"
         write_prompts(prompts, options.requests, 100)
-        ours, theirs = asyncio.run(both(url, prompts, options, Path(name)))
-    print(f"{'figure':18} {'ours':>10} {'aiperf':>10} {'ratio':>8}")
+        to_wall = time.time() - time.monotonic()
+        with relayed(url) as ours, relayed(url) as theirs:
+            records, rows = asyncio.run(both(ours.url, theirs.url, prompts, options, Path(name)))
+    first, last = (moment / 1e9 - to_wall for moment in (min(map(began, rows)), max(map(began, rows))))
+    # Requests reach a relay in the order in which they were begun, after those that warm up.
+    pairs = list(zip(records, ours.records[options.users :], strict=False))
+    inside = [pair for pair in pairs if first <= pair[0].scheduled <= last]
+    if len(inside) < len(rows) / 2 or not all(own.ok and there.ok for own, there in inside):
+        raise SystemExit(f"against_aiperf: too few of our {len(inside)} requests are whole")
+    return compare(
+        figures_of_records([own for own, _ in inside]),
+        figures_of_records([there for _, there in inside]),
+        figures_of_rows(rows),
+        figures_of_records(theirs.records[-len(rows) :]),
+    )
+
+
+def compare(ours: Figures, at_ours: Figures, aiperf: Figures, at_aiperf: Figures) -> int:
+    """Prints the table; 1 if a figure is too far apart."""
+    print(f"{'figure':18} {'ours':>10} {'off, %':>8} {'aiperf':>10} {'off, %':>8} {'ratio':>8} {'alike':>8}")
     worst = 0.0
     for figure, own in ours.items():
-        other = theirs[figure]
-        worst = max(worst, abs(own / other - 1))
-        print(f"{figure:18} {own:10.3f} {other:10.3f} {own / other:8.4f}")
+        other = aiperf[figure]
+        our_off, their_off = own / at_ours[figure], other / at_aiperf[figure]
+        alike = our_off / their_off
+        worst = max(worst, abs(alike - 1))
+        told = (own, 100 * (our_off - 1), other, 100 * (their_off - 1), own / other, alike)
+        print(f"{figure:18} " + "{:10.3f} {:8.2f} {:10.3f} {:8.2f} {:8.4f} {:8.4f}".format(*told))
     print(f"at most {100 * worst:.2f} % apart; allowed are {100 * TOLERANCE:g} %")
     return int(worst > TOLERANCE)
 

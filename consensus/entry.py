@@ -21,7 +21,7 @@ SPILL: Final = "spill"
 FILL: Final = "fill"
 
 
-class Key(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
+class Key(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True, cache_hash=True):
     """Identity of one attempt of one request; never reused."""
 
     request: str
@@ -116,7 +116,7 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True):
     bad: tuple[tuple[StageKey, str], ...]
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class Verdict(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Immutable result of a ballot. `payload` carries what only rank 0 observed (the first token)."""
 
     topic: str
@@ -133,7 +133,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Return(msgspec.Struct, frozen=True, array_like=True):
+class Return(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The sampler's result of a tick: one token per row that wanted one, in row order."""
 
     tick: int
@@ -148,7 +148,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True):
     rows: int
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One record of the log. `clock` (monotonic) and `wall` are rank 0's readings in microseconds."""
 
     epoch: int

@@ -20,7 +20,7 @@ _PREFIX = 4  # bytes of a frame's length, big-endian
 MAX_FRAME = 256 << 20
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One applied entry, the decisions it caused, and the digest after it."""
 
     entry: Entry

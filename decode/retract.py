@@ -7,7 +7,7 @@ younger than whom it makes room for and has no tick in flight; one spill at a ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pipeline.request import Request
 
@@ -18,10 +18,15 @@ SHARE_UP, SHARE_DOWN = 150, 10
 
 
 class GrowthShare:
-    """How cautious admission is; adapts so that retract stays rare without leaving the pool empty."""
+    """How cautious admission is; adapts so that retract stays rare without leaving the pool empty.
+
+    Asked at every entry while requests wait for pages, so what it says is kept as requests enter, grow and leave.
+    """
 
     def __init__(self) -> None:
         self.permille = SHARE_START
+        self.members = 0
+        self.left = 0  # tokens that they may still generate
 
     def retracted(self) -> None:
         self.permille = min(SHARE_MAX, self.permille + SHARE_UP)
@@ -29,12 +34,26 @@ class GrowthShare:
     def finished(self) -> None:
         self.permille = max(SHARE_MIN, self.permille - SHARE_DOWN)
 
-    def expected(self, requests: Iterable[Request], page_size: int) -> int:
-        """Pages that these requests are expected to grow by."""
-        pages, permille, whole = 0, self.permille, 1000 * page_size
-        for request in requests:
-            pages += -(-(request.budget - len(request.output)) * permille // whole)
-        return pages
+    def enter(self, request: Request) -> None:
+        self.members += 1
+        self.left += request.left
+
+    def leave(self, request: Request) -> None:
+        self.members -= 1
+        self.left -= request.left
+
+    def grew(self) -> None:
+        """A member generated a token."""
+        self.left -= 1
+
+    def expected_with(self, request: Request, page_size: int) -> int:
+        """Pages that the members and this one are expected to grow by; 0 if it is alone, and has all the pool.
+
+        Every one grows by whole pages, which is half a page more than its tokens need on average.
+        """
+        if not self.members:
+            return 0
+        return -(-(self.left + request.left) * self.permille // (1000 * page_size)) + self.members // 2
 
 
 def choose_victim(needy: Request, candidates: Sequence[Request]) -> Request | None:

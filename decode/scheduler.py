@@ -18,6 +18,7 @@ from decode import lifecycle
 from decode.lifecycle import (
     FILLING,
     GRANTED,
+    GROWING,
     PREALLOCATING,
     READY,
     RETRACTED,
@@ -51,6 +52,13 @@ class DecodeReplica(Replica):
         self._share = GrowthShare()
         self._decoder = msgspec.msgpack.Decoder(TokenOut)
         self.counters |= {"retracted": 0, "resumed": 0}
+
+    def move(self, request: Request, state: str) -> None:
+        if request.state in GROWING:
+            self._share.leave(request)
+        super().move(request, state)
+        if state in GROWING:
+            self._share.enter(request)
 
     # -- what the log's events mean ----------------------------------------------------------------
 
@@ -117,7 +125,7 @@ class DecodeReplica(Replica):
             self._complete(request, request.ending)
             return
         self.counters["tokens_generated"] += 1
-        self.reply(request, token)
+        self._tell(request, token)
         self._go_on(request)
 
     # -- pages: grow, make room, resume, allocate --------------------------------------------------
@@ -179,10 +187,8 @@ class DecodeReplica(Replica):
             need = self.pages_for(min(request.prompt_len + 1, self.config.max_model_len))
             if not self.leases.fits(need):
                 return
-            active = [r for state in (TRANSFERRING, READY, RUNNING, FILLING) for r in self.states[state].values()]
-            growth = self._share.expected([*active, request], self.config.page_size)
             # Alone it fits, or it would have been refused; with others it leaves them room to grow.
-            if not self.leases.fits(need + (growth if active else 0)):
+            if not self.leases.fits(need + self._share.expected_with(request, self.config.page_size)):
                 return
             lease = self.leases.open(request.key, need, REQUEST, WRITER)
             self.digest.note("pages", request.key.request, request.key.attempt, lease.pages)
@@ -216,7 +222,18 @@ class DecodeReplica(Replica):
 
     def restore_role(self, state: RoleState) -> None:
         self._turn, self._needy = dict.fromkeys(state.turn), dict.fromkeys(state.needy)
+        self._share = GrowthShare()
         self._share.permille = state.share
+        for name in GROWING:
+            for request in self.states[name].values():
+                self._share.enter(request)
+
+    def audit(self) -> None:
+        super().audit()
+        members = [request for state in GROWING for request in self.states[state].values()]
+        left = sum(request.left for request in members)
+        known = (self._share.members, self._share.left)
+        assert known == (len(members), left), f"growth is kept for {known}, and is {len(members), left}"
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -227,10 +244,14 @@ class DecodeReplica(Replica):
     def _receive(self, request: Request, first: TokenOut) -> None:
         """All KV is here. The prefill side told the client the first token already; positions let it drop one."""
         request.computed = request.prompt_len
-        self.reply(request, first)
+        self._tell(request, first)
         self.move(request, READY)
         self.close_room(request)
         self._go_on(request)
+
+    def _tell(self, request: Request, token: TokenOut) -> None:
+        self.reply(request, token)
+        self._share.grew()
 
     def _go_on(self, request: Request) -> None:
         outcome = request.finish(self.config.eos_ids)

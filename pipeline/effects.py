@@ -119,7 +119,7 @@ class Skip(msgspec.Struct, frozen=True):
     tick: int
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """Output tokens of an attempt, from `position`."""
 
     key: Key
@@ -134,6 +134,7 @@ class End(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
+TOLD = (Reply, End)  # to the gateway, by rank 0
 RoomEffect = OpenRoom | StartSender | SendDestinations | FirstToken | StopRoom | CloseRoom
 HostEffect = CopyToHost | CopyFromHost | DropHostCopy
 Effect = Relay | Acknowledge | Report | RoomEffect | HostEffect | Run | Skip | Reply | End

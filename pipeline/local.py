@@ -7,16 +7,16 @@ the attempt into the stage that is voted on in that topic, which may be before o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from consensus.entry import Ballot, StageKey
+import msgspec
+
+from consensus.entry import Ballot, Key, StageKey
 from consensus.votes import Bell
 from pipeline.replica import Replica
 from pipeline.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(msgspec.Struct, frozen=True, gc=False):
     """Something only this rank knows: work for a room ended well or badly."""
 
     room: str
@@ -35,6 +35,7 @@ class Local:
         self._seen: dict[str, dict[str, Observation]] = {}  # room → topic → observation
         self._voted: dict[str, dict[str, int]] = {}  # room → topic → stage_seq of the last good vote
         self._rung: dict[str, dict[str, int]] = {}  # room → topic → stage_seq of the last bell
+        self._due: dict[str, dict[Key, None]] = {}  # topic → attempts in that stage, and observed for it
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -57,18 +58,24 @@ class Local:
         return self._bell(replica.requests[key], replica)
 
     def bells(self, moved: Iterable[Request], replica: Replica) -> list[Bell]:
-        """Bells for attempts that have just entered a stage and were already observed for it."""
-        found = (self._bell(request, replica) for request in moved if request.key in replica.requests)
-        return [bell for bell in found if bell is not None]
+        """After every entry: bells for attempts that have just entered a stage and were already observed for it."""
+        found = []
+        for request in moved:
+            for due in self._due.values():
+                due.pop(request.key, None)
+            if request.key in replica.requests and (bell := self._bell(request, replica)) is not None:
+                found.append(bell)
+        return found
 
     def vote(self, topic: str, replica: Replica) -> Ballot:
         """This rank's vote on the state before the entry that carries the ballot."""
         good: list[StageKey] = []
         bad: list[tuple[StageKey, str]] = []
-        for request in replica.votable(topic):
+        # Only those that something is known of: thousands may be in the stage.
+        due = [replica.requests[key] for key in self._due.get(topic, ())]
+        for request in sorted(due, key=lambda r: (r.stage_seq, r.number)):
             observation = self._find(request, topic)
-            if observation is None:
-                continue
+            assert observation is not None
             if observation.good:
                 good.append(request.stage)
                 self._voted.setdefault(request.key.room, {})[topic] = request.stage_seq
@@ -94,10 +101,12 @@ class Local:
         topic = replica.topics.get(request.state)
         if topic is None:
             return None
-        room = request.key.room
         observation = self._find(request, topic)
-        rung = self._rung.setdefault(room, {})
-        if observation is None or (rung.get(topic) == request.stage_seq and observation.good):
+        if observation is None:
+            return None
+        self._due.setdefault(topic, {})[request.key] = None
+        rung = self._rung.setdefault(request.key.room, {})
+        if rung.get(topic) == request.stage_seq and observation.good:
             return None
         rung[topic] = request.stage_seq
         return Bell(self.rank, topic, request.stage, observation.good)

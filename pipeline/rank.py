@@ -15,7 +15,7 @@ from consensus.recorder import Recorder
 from consensus.status import KVPoll
 from consensus.store import Reporter
 from consensus.votes import join
-from pipeline.effects import Acknowledge, CloseRoom, Effect, End, Relay, Reply, Report
+from pipeline.effects import TOLD, Acknowledge, CloseRoom, Effect, Relay, Report
 from pipeline.local import Local, Observation
 from pipeline.replica import Replica
 from pipeline.request import DONE
@@ -72,13 +72,10 @@ class RankCore:
         """Ends an entry: rings for stages that were observed already, folds the digest, forgets closed rooms."""
         # Reports lead: they are numbered here, and carrying out an effect may make this rank report more.
         reports: list[Effect] = []
-        out: list[Effect] = []
-        for effect in effects:
-            if isinstance(effect, Reply | End) and self.rank != 0:
-                continue  # every rank decides it, rank 0 tells it
-            out.append(effect)
-            if isinstance(effect, CloseRoom) and self.replica.uses_store:
-                reports.append(Report(self.store.delete(effect.room)))
+        if self.replica.uses_store:
+            reports += [Report(self.store.delete(effect.room)) for effect in effects if isinstance(effect, CloseRoom)]
+        if self.rank != 0:  # every rank decides them, rank 0 tells them
+            effects = [effect for effect in effects if not isinstance(effect, TOLD)]
         for request in self.replica.moved:
             if request.state == DONE:
                 self.local.forget(request.key.room)
@@ -86,4 +83,4 @@ class RankCore:
         notes = self.replica.fold()
         self.cursor.advance(entry.seq)
         self.recorder.record(entry, notes, self.replica.digest.value)
-        return reports + out
+        return reports + effects

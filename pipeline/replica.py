@@ -11,7 +11,7 @@ lifecycle table, what an admission, a verdict and a returned token mean, and wha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -174,13 +174,11 @@ class Replica(ABC):
     def restore_role(self, state: RoleState) -> None:
         assert state == RoleState(), "this role keeps nothing of its own"
 
-    # -- asked by votes and timers -----------------------------------------------------------------
+    def audit(self) -> None:
+        """Proves what is kept at every change against all that exists. Raises AssertionError otherwise."""
+        self.leases.audit()
 
-    def votable(self, topic: str) -> Iterator[Request]:
-        """Attempts that are voted on in `topic` in their present stage, in log order of the stage."""
-        for state, name in self.topics.items():
-            if name == topic:
-                yield from self.states[state].values()
+    # -- asked by votes and timers -----------------------------------------------------------------
 
     def is_votable(self, topic: str, key: StageKey) -> bool:
         request = self.requests.get(key.key)

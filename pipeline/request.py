@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from consensus.entry import Key, RequestSpec, SamplingParams, StageKey
+from consensus.entry import RequestSpec, SamplingParams, StageKey
 from pipeline.outcome import LENGTH, STOP, Outcome
 from pipeline.planner import SampleSpec
 
@@ -18,12 +18,14 @@ class Request:
     """
 
     __slots__ = (
-        "budget", "computed", "deadline", "ending", "number", "output", "penal", "spec", "stage_deadline", "stage_seq",
-        "state", "ticks",
+        "budget", "computed", "deadline", "ending", "key", "number", "output", "penal", "prompt_len", "spec",
+        "stage_deadline", "stage_seq", "state", "ticks",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, state: str, clock: int, seq: int, number: int, max_len: int) -> None:
         self.spec = spec
+        self.key = spec.key
+        self.prompt_len = len(spec.prompt)
         self.number = number  # counts the attempts the log opened: smaller is older
         self.state = state
         self.stage_seq = seq
@@ -31,7 +33,7 @@ class Request:
         self.stage_deadline = 0  # clock at which the present stage is over time; 0 = it has no deadline
         params = spec.params
         # Asked at every token: how long `output` may become, and whether the sampler must see it.
-        self.budget = min(params.max_tokens - spec.resumed, max_len - len(spec.prompt))
+        self.budget = min(params.max_tokens - spec.resumed, max_len - self.prompt_len)
         self.penal = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
         self.computed = 0
         self.ticks: list[int] = []
@@ -39,16 +41,8 @@ class Request:
         self.ending: Outcome | None = None  # told, or to be told, when what is under way is over
 
     @property
-    def key(self) -> Key:
-        return self.spec.key
-
-    @property
     def params(self) -> SamplingParams:
         return self.spec.params
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.spec.prompt)
 
     @property
     def told(self) -> int:
@@ -57,6 +51,11 @@ class Request:
     @property
     def length(self) -> int:
         return self.prompt_len + len(self.output)
+
+    @property
+    def left(self) -> int:
+        """How many more tokens this attempt may generate."""
+        return self.budget - len(self.output)
 
     @property
     def stage(self) -> StageKey:

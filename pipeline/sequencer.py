@@ -193,10 +193,13 @@ class Sequencer:
 
     def _hear_own_reports(self, effects: list[Effect]) -> list[Effect]:
         """Rank 0 reports to itself without a wire."""
+        others: list[Effect] = []
         for effect in effects:
             if isinstance(effect, Report):
                 self.report(effect.item)
-        return [effect for effect in effects if not isinstance(effect, Report)]
+            else:
+                others.append(effect)
+        return others
 
     def _store_update(self, update: Update) -> None:
         changed = self.store.apply(update)

@@ -4,7 +4,8 @@ In: counts of running and of waiting requests. Out: microseconds of CPU per tick
 instance, one object per rank, is joined into a ring without wires or delays: rank 0 writes entries, the others apply
 them, tokens come back a pipeline later. Requests end and new ones come, so that a tick has its share of arrivals, votes
 and pages; the number running and the number waiting stay as given. What the shell does besides (sockets, the executor)
-is left out; encoding and decoding each entry, and the flight recording, is not.
+is left out; encoding and decoding each entry, and the flight recording, is not. With `--copied` so much memory is
+copied between ticks, as by a forward: what the core keeps is not in the nearer caches then, however little it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import msgspec
 
 from consensus import recorder
 from consensus.entry import PREALLOC, TRANSFER, Key, PeerRef, RequestSpec, Return, SamplingParams, TokenOut
-from decode.lifecycle import READY, RUNNING, TRANSFERRING
 from decode.scheduler import DecodeReplica
 from pipeline.effects import (
     Acknowledge,
@@ -43,7 +43,7 @@ from pipeline.sequencer import Sequencer
 PROMPT, OUTPUT = 200, (64, 192)  # output tokens: between these, evenly
 # So large that the growth which admission keeps room for is never exceeded: what a retract costs is another question.
 PAGE = 256
-IN_TRANSFER = 8  # requests whose KV is on the way: the rest of the waiting ones wait for pages
+IN_TRANSFER = 8  # at least as many more have pages and their KV on the way; the rest of the waiting ones have none
 _FIRST_TOKEN = msgspec.msgpack.encode(TokenOut(1))
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Relay)
 _T = TypeVar("_T")
@@ -66,10 +66,11 @@ class Ring:
     ranks: int
     running: int
     waiting: int
+    copied: bytes = b""  # between ticks
     spent: list[float] = field(default_factory=list)  # seconds of each rank since the last look
     flight: deque[Batch] = field(default_factory=deque)
     arrived: deque[str] = field(default_factory=deque)  # rooms whose KV may come, oldest first
-    landed: dict[str, None] = field(default_factory=dict)  # rooms whose KV has come
+    landed: dict[str, None] = field(default_factory=dict)  # rooms whose KV has come, until they end
     numbered: int = 0
     clock: int = 0
     cores: list[RankCore] = field(init=False)
@@ -100,12 +101,7 @@ class Ring:
     @property
     def at_work(self) -> int:
         """Those that run, and those of which the ring is being told that they can."""
-        states = self.cores[0].replica.states
-        return (
-            len(states[RUNNING])
-            + len(states[READY])
-            + sum(r.key.room in self.landed for r in states[TRANSFERRING].values())
-        )
+        return len(self.landed)
 
     def settle(self) -> None:
         """Until as many run as should, and the tokens of some ticks have come."""
@@ -116,6 +112,7 @@ class Ring:
 
     def tick(self) -> None:
         """To the next launch."""
+        bytearray(self.copied)
         slots = self.cores[0].replica.slots
         before = slots.next_tick
         while slots.next_tick == before:
@@ -180,8 +177,8 @@ def _recorded(core: RankCore) -> None:
         recorder.frame(record)
 
 
-def measure(ranks: int, running: int, waiting: int, ticks: int) -> Cost:
-    ring = Ring(ranks, running, waiting)
+def measure(ranks: int, running: int, waiting: int, ticks: int, copied: bytes = b"") -> Cost:
+    ring = Ring(ranks, running, waiting, copied)
     ring.settle()
     each: list[list[float]] = []
     rows = []
@@ -205,9 +202,12 @@ def main() -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 1000, 10000])
     parser.add_argument("--ticks", type=int, default=600)
+    parser.add_argument("--copied", type=int, default=0, metavar="KIB", help="between ticks (default: 0)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = [measure(options.ranks, r, w, options.ticks) for r in options.running for w in options.waiting]
+    measure(options.ranks, 16, 0, 100)  # the interpreter rewrites what runs often: the first point would pay for it
+    copied = bytes(options.copied << 10)
+    found = [measure(options.ranks, r, w, options.ticks, copied) for r in options.running for w in options.waiting]
     if options.json:
         print(json.dumps([asdict(cost) for cost in found]))
         return

@@ -41,7 +41,7 @@ _KNOWN: Final = {
     RankCore: "cursor last local rank recorder replica stale store",
     Cursor: "applied epoch",
     Window: "_unacked limit",
-    Local: "_rung _seen _voted rank",
+    Local: "_due _rung _seen _voted rank",
     Reporter: "_map _number rank",
     Leader: "_numbers _ranks _rooms",
     BallotBox: "_ranks _topics",

@@ -368,9 +368,9 @@ class World:
 
     def _check_pages(self, k: int) -> None:
         """Invariants 2 and 3 on one rank."""
-        leases = self.cores[k].replica.leases
-        leases.audit()
-        held = {key.room: lease.pages for key, lease in leases.items()}
+        replica = self.cores[k].replica
+        replica.audit()
+        held = {key.room: lease.pages for key, lease in replica.leases.items()}
         for room, port in self.ports[k].items():
             self._hold(k, room, port.pages, held, "the transfer")
         for room, copy in self.copies[k].items():

@@ -143,7 +143,7 @@ class Incarnation:
         elif self.digests[seq - 1] != digest:
             raise Violation(f"{process.name} decided differently at seq {seq}")
         try:
-            replica.leases.audit()
+            replica.audit()
         except AssertionError as error:
             raise Violation(f"{process.name} at seq {seq}: {error}") from error
         self._check_victims(process)

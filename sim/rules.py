@@ -114,7 +114,7 @@ def inspect(process: RankProcess) -> None:
     """A status report and a dump, as the commands make them."""
     core, replica = process.core, process.core.replica
     before = snapshot.take(replica)
-    replica.leases.audit()
+    replica.audit()
     replica.leases.count()
     replica.count_requests()
     if process.sequencer is not None:

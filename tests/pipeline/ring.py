@@ -174,7 +174,7 @@ class Pair:
         core = inst.cores[k]
         inst.digests.setdefault(core.cursor.applied, set()).add(core.replica.digest.value)
         assert len(inst.digests[core.cursor.applied]) == 1, f"{inst.name} diverged at {core.cursor.applied}"
-        core.replica.leases.audit()
+        core.replica.audit()
 
     def _execute(self, inst: Instance, k: int) -> None:
         batch = inst.queues[k].popleft()

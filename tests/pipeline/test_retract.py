@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from consensus.entry import Key
+from consensus.entry import Key, PeerRef, RequestSpec, SamplingParams
+from decode.retract import GrowthShare
+from pipeline.request import Request
 from tests.pipeline.ring import Pair, token_of
 
 SMALL = {"pages": 8, "page_size": 4, "max_model_len": 32}
@@ -73,3 +77,40 @@ def test_host_memory_full_is_one_clean_retryable_error() -> None:
         reached += len(failed)
         check(pair, {key: want for key, want in wanted.items() if key not in failed})
     assert reached > 10
+
+
+def request_of(number: int, tokens: int) -> Request:
+    spec = RequestSpec(Key(f"r{number}", 0), (1,) * 5, SamplingParams(tokens), PeerRef("prefill-0", "", 1), 1)
+    return Request(spec, "ready", 0, 1, number, 1000)
+
+
+def test_what_all_are_expected_to_grow_by_is_about_the_sum_of_each_ones_pages() -> None:
+    chance = Random(5)
+    for _ in range(200):
+        share, page_size = GrowthShare(), chance.choice((1, 16, 64))
+        share.permille = chance.randrange(100, 1001)
+        *members, newest = [request_of(number, chance.randrange(1, 500)) for number in range(chance.randrange(2, 40))]
+        for member in members:
+            share.enter(member)
+        for member in chance.sample(members, len(members) // 2):
+            for token in range(chance.randrange(member.left)):
+                member.output.append(token)
+                share.grew()
+        gone = members.pop()
+        share.leave(gone)
+        each = [-(-request.left * share.permille // (1000 * page_size)) for request in (*members, newest)]
+        expected = share.expected_with(newest, page_size)
+        if members:
+            assert abs(expected - sum(each)) <= len(each) / 2 + 1
+        else:
+            assert expected == 0, "alone it has all the pool"
+
+
+def test_a_sum_of_growth_that_is_wrong_is_found() -> None:
+    pair, _ = crowd(3, 1)
+    replica = pair.decode.cores[0].replica
+    pair.run(until=lambda: len(replica.states["running"]) > 0)
+    replica.audit()
+    next(iter(replica.states["running"].values())).output.append(1)
+    with pytest.raises(AssertionError, match="growth is kept for"):
+        replica.audit()
