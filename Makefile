@@ -93,7 +93,7 @@ fuzz: setup  ## strangers at every open port of a running cluster, 100 000 frame
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) -m bench.idle_cpu --start
 
-peers: setup  ## install other inference engines, to compare with (3 GB under the cache; minutes)
+peers: setup  ## install other inference engines, to compare with (4 GB under the cache; minutes)
 	@$(PY) -m bench.engines --install
 
 clean:  ## remove caches, build results and logs; keeps .venv and the model
