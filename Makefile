@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net fuzz idle clean clients chart-test image image-test image-lock kube-test
+.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net fuzz idle clean clients peers chart-test image image-test image-lock kube-test
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -92,6 +92,9 @@ fuzz: setup  ## strangers at every open port of a running cluster, 100 000 frame
 
 idle: setup  ## measure the CPU an idle cluster uses
 	@$(PY) -m bench.idle_cpu --start
+
+peers: setup  ## install other inference engines, to compare with (4 GB under the cache; minutes)
+	@$(PY) -m bench.engines --install
 
 clean:  ## remove caches, build results and logs; keeps .venv and the model
 	@rm -rf build dist *.egg-info engine/native/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .run

@@ -71,7 +71,7 @@ def report(options: argparse.Namespace, rounds: list[Round]) -> int:
 
 
 def main() -> int:
-    cache = peers_folder().parent
+    default_model = peers_folder().parent / "SmolLM2-135M-Instruct"
     parser = argparse.ArgumentParser(
         prog="python -m bench.engines", description="Compare inference engines on the same weights."
     )
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and order (default: 0)")
-    parser.add_argument("--model", type=Path, default=cache / "SmolLM2-135M-Instruct", help="its folder")
+    parser.add_argument("--model", type=Path, default=default_model, help="its folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
     options = parser.parse_args()
     try:
@@ -94,6 +94,8 @@ def main() -> int:
         missing = [name for name in options.engines if not is_installed(name, peers_folder())]
         if missing:
             parser.error(f"{', '.join(missing)}: not installed; add them with --install, or name others by --engines")
+        if "llama.cpp" in options.engines and options.model != default_model:
+            parser.error("llama.cpp reads a file of the default model only; for another model name others by --engines")
         if options.rounds < 1:
             parser.error("--rounds must be at least 1")
         return report(options, measure(options))

@@ -29,8 +29,8 @@ class Case:
     @property
     def figure(self) -> str:
         if self.about_first_token:
-            return f"{self.lengths.low}: CPU s to 1st"
-        return f"{self.concurrency} at once: tok/CPU s"
+            return f"{self.name}: CPU s"
+        return f"{self.name}: tokens/CPU s"
 
 
 OUTPUT = 24  # tokens; about as many steps as chunks, so that neither prefill nor decode hides the other

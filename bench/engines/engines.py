@@ -48,6 +48,7 @@ def engines(peers: Path) -> dict[str, Engine]:
         # It reads the default model only, in a file of its own.
         "llama.cpp": Engine(
             ("node", str(HERE / "llama_cpp.mjs"), str(node_modules / LLAMA_CPP_MODEL), str(node_modules)),
+            ("1", "ttft"),
             judged=False,
         ),
     }

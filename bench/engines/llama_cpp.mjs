@@ -1,6 +1,7 @@
 // llama.cpp, by the Node binding that ships it built. Speaks as bench/engines/adapter.py says.
 // In: the model as a float32 GGUF file (bench.engines.gguf_float32), and the folder that the binding is installed in.
-// What the library prints goes to stderr.
+// What the library prints goes to stderr. One prompt after the other: of several sequences at once the binding gave
+// now and then wrong tokens, others in every run.
 
 import {createInterface} from "node:readline";
 import {writeSync} from "node:fs";
@@ -11,17 +12,16 @@ const [file, installed] = process.argv.slice(2);
 const library = join(installed, "node_modules", "node-llama-cpp", "dist", "index.js");
 const {getLlama, getModuleVersion} = await import(pathToFileURL(library));
 
-const SEQUENCES = 32, POSITIONS = 1280; // of each sequence: the longest prompt and its answer
+const POSITIONS = 2048, BATCH_TOKENS = 2048;
 const say = (answer) => writeSync(1, JSON.stringify(answer) + "\n");
 
 const llama = await getLlama({
     gpu: false, build: "never", maxThreads: 1, logger: (level, message) => console.error(level, message)
 });
 const model = await llama.loadModel({modelPath: file});
-const many = await model.createContext({sequences: SEQUENCES, contextSize: 256, batchSize: 2048, threads: 1});
-const one = await model.createContext({sequences: 1, contextSize: POSITIONS, batchSize: 2048, threads: 1});
+const context = await model.createContext({contextSize: POSITIONS, batchSize: BATCH_TOKENS, threads: 1});
 
-async function generate(context, prompt, newTokens) {
+async function generate(prompt, newTokens) {
     const sequence = context.getSequence();
     const made = [];
     // No end of generation ends an answer: its length is fixed.
@@ -36,7 +36,8 @@ async function generate(context, prompt, newTokens) {
 say({engine: `llama.cpp (node-llama-cpp ${await getModuleVersion()}, ${llama.llamaCppRelease.release})`});
 for await (const line of createInterface({input: process.stdin})) {
     const {prompts, new_tokens: newTokens} = JSON.parse(line);
-    const context = prompts.length === 1 ? one : many;
-    say({tokens: await Promise.all(prompts.map((prompt) => generate(context, prompt, newTokens)))});
+    const tokens = [];
+    for (const prompt of prompts) tokens.push(await generate(prompt, newTokens));
+    say({tokens});
 }
 process.exit(0);

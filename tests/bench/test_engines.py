@@ -133,7 +133,7 @@ def test_an_engine_that_fails_is_named_with_what_it_said_last(tmp_path: Path, bo
 
 BURN = """
 import time
-end = time.process_time() + 0.3
+end = time.process_time() + 0.15
 while time.process_time() < end: pass
 """
 HELPER = f"""
@@ -152,7 +152,7 @@ def test_processor_time_of_an_engines_helpers_is_counted(tmp_path: Path) -> None
     """The helper stays, as an engine's core does: nobody has waited for it, so its parent's own clock knows nothing."""
     with started(tmp_path, *script(HELPER + ECHO)) as process:
         process.wait_ready()
-        assert process.ask([[1]], 1).cpu_s >= 0.25
+        assert process.ask([[1]], 1).cpu_s >= 0.1
 
 
 def test_an_engine_that_works_while_another_is_asked_is_noticed(tmp_path: Path) -> None:
