@@ -49,9 +49,8 @@ MIXED = {
 
 
 class Comparison:
-    def __init__(self, urls: dict[str, str], rounds: int) -> None:
-        self.urls, self.rounds = urls, rounds
-        self.model = model_of(urls[OURS])
+    def __init__(self, model: str, urls: dict[str, str], rounds: int) -> None:
+        self.model, self.urls, self.rounds = model, urls, rounds
         self.parts: dict[str, list[Line]] = {}
         self.raw: dict[str, Any] = {}
 
@@ -71,18 +70,20 @@ class Comparison:
         self._keep(f"{STREAMS} streams, long prompts", await self._mixed(names, STREAMS, heavy), MIXED)
 
     async def _mixed(self, names: Sequence[str], streams: int, schedule: Schedule) -> list[dict[str, Mixed]]:
+        rounds = self.rounds if streams == 1 else -(-self.rounds // 2)
+
         async def measure(name: str, number: int) -> Mixed:
             found = await mixed(self.urls[name], self.model, streams, schedule, number)
-            print(f"round {number + 1} of {self.rounds}, {streams} streams: {name}", file=sys.stderr, flush=True)
+            print(f"round {number + 1} of {rounds}, {streams} streams: {name}", file=sys.stderr, flush=True)
             return found
 
-        return await interleaved(names, self.rounds, 0, measure)
+        return await interleaved(names, rounds, 0, measure)
 
     def _keep(
         self, part: str, found: Sequence[Mapping[str, Any]], figures: Mapping[str, Callable[[Any], float]]
     ) -> list[Line]:
         lines = lines_of(found, 0, figures)
-        print(f"\n{part}\n" + "\n".join(table(lines, self.rounds)), flush=True)
+        print(f"\n{part}\n" + "\n".join(table(lines, len(found))), flush=True)
         self.parts[part], self.raw[part] = lines, found
         return lines
 
@@ -108,7 +109,9 @@ def _options(tokens: int, requests: int, rounds: int) -> argparse.Namespace:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.undivided", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=COUNT, default=6, help="of all targets (default: 6)")
+    parser.add_argument(
+        "--rounds", type=COUNT, default=6, help="of all targets; half as many of the last part (default: 6)"
+    )
     parser.add_argument("--core", type=int, help="everything but this client on this one core (default: on all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round here")
     options = parser.parse_args()
@@ -119,7 +122,7 @@ def main() -> int:
             if options.core is None:
                 urls[TWO_THREADS] = stack.enter_context(undivided(model, threads=2))
             urls[SMALL_CHUNKS] = stack.enter_context(undivided(model, chunk_size=128))
-        comparison = Comparison(urls, options.rounds)
+        comparison = Comparison(model_of(urls[OURS]), urls, options.rounds)
         asyncio.run(comparison.run())
     missed = comparison.missed()
     print("\n" + "\n".join(missed or ["every target is met"]))

@@ -14,7 +14,7 @@ from random import Random
 
 from bench.bodies import Manner, body
 from bench.client import Client, Exchange
-from bench.load import Load
+from bench.load import Load, Send
 from bench.records import Record
 from bench.summary import Distribution, distribution
 from bench.workload import Ask, Planned
@@ -57,31 +57,40 @@ class Schedule:
 
 async def mixed(url: str, model: str, streams: int, schedule: Schedule, seed: int) -> Mixed:
     """Raises `SystemExit` if a request failed, a stream ended early or had not begun when the prompts came."""
-    chance = Random(seed)
     clock = asyncio.get_running_loop().time
-    began = clock()
+    async with (
+        Client(url, "completions", "", SETTLE + schedule.seconds, clock) as streaming,
+        Client(url, "completions", "", _PATIENCE, clock) as asking,
+    ):
+        return await mix(streaming.send, asking.send, model, streams, schedule, seed)
+
+
+async def mix(streaming: Send, asking: Send, model: str, streams: int, schedule: Schedule, seed: int) -> Mixed:
+    """What is sent by `streaming` times out when the schedule is over."""
+    chance = Random(seed)
+    began = asyncio.get_running_loop().time()
     prompts = [Planned(i, SETTLE + at, Ask("", PROMPT_ANSWER)) for i, at in enumerate(schedule.due)]
     bodies = [_body(chance, model, length, PROMPT_ANSWER) for length in schedule.lengths]
     opens = [_body(chance, model, STREAM_PROMPT, STREAM_TOKENS) for _ in range(streams)]
-    until = SETTLE + schedule.seconds
-    async with (
-        Client(url, "completions", "", until, clock) as streaming,
-        Client(url, "completions", "", _PATIENCE, clock) as asking,
-        asyncio.TaskGroup() as group,
-    ):
-        running = [group.create_task(streaming.send(each)) for each in opens]
-        records = await Load(asking.send, prompts, bodies).open_loop()
-        exchanges = [await task for task in running]
-        # Nothing is left of the streams: who asks next finds the server idle.
-        probe = await asking.send(_body(chance, model, STREAM_PROMPT, 1))
-    gaps = [1e3 * gap for exchange in exchanges for gap in _gaps(exchange, began + SETTLE, began + until)]
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(_whole(streaming, each)) for each in opens]
+        records = await Load(asking, prompts, bodies).open_loop()
+    exchanges = [task.result() for task in running]
+    # When this is answered, nothing is left of the streams: who asks next finds the server idle.
+    probe = await asking(_body(chance, model, STREAM_PROMPT, 1))
     failed = [f"{r.error}: {r.reason}" for r in records if not r.ok] + [probe.reason for _ in range(bool(probe.error))]
     failed += [f"a stream: {e.error or 'ended before its time'}: {e.reason}" for e in exchanges if e.error != "timeout"]
     if failed:
         raise SystemExit(f"bench.undivided: {failed[0]}")
-    found = distribution(gaps)
-    assert found is not None
+    window = began + SETTLE, began + SETTLE + schedule.seconds
+    found = distribution([1e3 * gap for exchange in exchanges for gap in _gaps(exchange, *window)])
+    if found is None:
+        raise SystemExit("bench.undivided: the streams had no two tokens while prompts came")
     return Mixed(found, records)
+
+
+async def _whole(send: Send, body: bytes) -> Exchange:
+    return await send(body)
 
 
 def _gaps(exchange: Exchange, begin: float, end: float) -> list[float]:

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ Kind = generation_pb2.Outcome.Kind
 Key = tuple[str, int]
 _FINISHES = {"stop": Kind.KIND_STOP, "length": Kind.KIND_LENGTH}
 _MOST_REQUESTS = 256
-_PAGE_SIZE = 16
+PAGE_SIZE = 16
 
 
 class EngineThread:
@@ -107,7 +108,7 @@ class Undivided:
         sampling, prompt = wire.sampling, tuple(wire.prompt_ids)
         if wire.resumed or sampling.HasField("logprobs"):
             raise ValueError("a server for measurements: it neither resumes requests nor tells log-probabilities")
-        pages = -(-(len(prompt) + sampling.max_tokens - 1) // _PAGE_SIZE)
+        pages = -(-(len(prompt) + sampling.max_tokens - 1) // PAGE_SIZE)
         if not prompt or not sampling.max_tokens or pages > self.pages:
             raise ValueError(f"the request needs {pages} pages for at least one token each way; there are {self.pages}")
         params = Params(
@@ -147,7 +148,7 @@ class Side(generation_pb2_grpc.GenerationServicer, bootstrap_pb2_grpc.BootstrapS
         return bootstrap_pb2.DescribeResponse(
             instance=common_pb2.InstanceRef(instance_id=name, address=self.address, epoch=1),
             role=role, serving=True, protocol_version=1, model_name=shared.model_name, model_digest=facts.digest,
-            num_layers=facts.num_layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, page_size=_PAGE_SIZE,
+            num_layers=facts.num_layers, kv_heads=facts.kv_heads, head_dim=facts.head_dim, page_size=PAGE_SIZE,
             kv_dtype="float32", max_model_len=facts.max_positions, pages=shared.pages, vocab_size=facts.vocab_size,
             transfer_backend="none",
             load=bootstrap_pb2.Load(free_pages=shared.free_pages, requests=len(shared.attempts)),
@@ -202,14 +203,10 @@ def _outcome(kind: Kind.ValueType, count: int) -> generation_pb2.GenerateRespons
     return generation_pb2.GenerateResponse(outcome=generation_pb2.Outcome(kind=kind, output_tokens=count))
 
 
-async def serve(options: argparse.Namespace) -> int:
-    torch.set_num_threads(options.threads)
-    facts = read_facts(str(options.model), "", 1)
-    runtime = Runtime(str(options.model), 0, facts.num_layers, _PAGE_SIZE, "float32")
-    pages = runtime.capacity(options.kv_memory << 20)
-    engine = UndividedEngine(runtime.load(pages, lambda *_: None), runtime.sample, options.chunk_size)
-    shared = Undivided(engine, facts, options.model.name, pages)
-    servers = []
+@asynccontextmanager
+async def serving(shared: Undivided) -> AsyncIterator[list[str]]:
+    """Yields the addresses of both sides: prefill, decode."""
+    servers, addresses = [], []
     for side in (Side(shared, prefill=True), Side(shared, prefill=False)):
         server = grpc.aio.server(options=[("grpc.http2.max_ping_strikes", 0)])
         generation_pb2_grpc.add_GenerationServicer_to_server(side, server)
@@ -217,16 +214,29 @@ async def serve(options: argparse.Namespace) -> int:
         side.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         servers.append(server)
-        print(side.address, flush=True)
+        addresses.append(side.address)
+    try:
+        yield addresses
+    finally:
+        for server in servers:
+            await server.stop(grace=None)
+        shared.thread.stop()
+
+
+async def serve(options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
+    facts = read_facts(str(options.model), "", 1)
+    runtime = Runtime(str(options.model), 0, facts.num_layers, PAGE_SIZE, "float32")
+    stage = runtime.load(runtime.capacity(options.kv_memory << 20), lambda *_: None)
+    engine = UndividedEngine(stage, runtime.sample, options.chunk_size)
+    shared = Undivided(engine, facts, options.model.name, stage.kv_pool.pages)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, shared.ended.set)
-    await shared.ended.wait()
-    for server in servers:
-        await server.stop(grace=None)
+    async with serving(shared) as addresses:
+        print("\n".join(addresses), flush=True)
+        await shared.ended.wait()
     if shared.failure is not None:
         print(f"undivided_server: {type(shared.failure).__name__}: {shared.failure}", file=sys.stderr)
-        return 1
-    shared.thread.stop()
-    return 0
+    return int(shared.failure is not None)
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ def undivided(model: Path, threads: int = 1, chunk_size: int = 512) -> Iterator[
             _child(["paceline.cli", "gateway", *sides, "--port", str(port), "--model", str(model)])
         )
         url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, gateway)
+        wait_until_healthy(url, lambda: gateway.poll() is None)
         yield url
 
 
