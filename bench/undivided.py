@@ -109,9 +109,7 @@ def _options(tokens: int, requests: int, rounds: int) -> argparse.Namespace:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.undivided", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rounds", type=COUNT, default=6, help="half as many of the last part (default: 6)"
-    )
+    parser.add_argument("--rounds", type=COUNT, default=6, help="half as many of the last part (default: 6)")
     parser.add_argument("--core", type=int, help="everything but this client on this one core (default: on all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round here")
     options = parser.parse_args()
