@@ -18,26 +18,30 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.compare import Line, interleaved, lines_of, measured_rounds, table
+from bench.compare import Line, interleaved, lines_of, table
 from bench.options import COUNT, add_compare
+from bench.run import run
 from bench.serve import plain
+from bench.summary import Summary, summarise, whole_run
 from bench.ttft import model_of
 from bench.undivided_load import Mixed, Schedule, mixed
-from bench.undivided_targets import default_model, on_cores, pair, undivided
+from bench.undivided_targets import Target, default_model, on_cores, pair, undivided
 
 MOST_TTFT = 1.03  # of the undivided engine's
-LEAST_ITL = 5.0  # the undivided engine's p99 over ours
-SHORT, LONG, LONGEST = 128, 1024, 2048
+LEAST_ITL = 4.0  # the undivided engine's p99 over ours
+WARM, SHORT, LONG, LONGEST = 512, 128, 1024, 2048
 STREAMS = 4
 OURS, THEIRS, TWO_THREADS, SMALL_CHUNKS = "disaggregated", "undivided", "2 threads", "chunks of 128"
 ALONE = {
-    "TTFT, ms": lambda s: s.latency_ms["ttft"].median,
-    "second token, ms": lambda s: s.latency_ms["e2e"].median,
+    "TTFT, ms": lambda a: a.summary.latency_ms["ttft"].median,
+    "second token, ms": lambda a: a.summary.latency_ms["e2e"].median,
+    "CPU, ms": lambda a: a.cpu_ms,
 }
 BESIDE = {f"TTFT of {length}, ms": (lambda m, length=length: m.ttft(length)) for length in (SHORT, LONG)}
 MIXED = {
@@ -48,35 +52,59 @@ MIXED = {
 } | {f"TTFT of {length}, ms": (lambda m, length=length: m.ttft(length)) for length in (LONG, LONGEST)}
 
 
+@dataclass(frozen=True, slots=True)
+class Alone:
+    summary: Summary
+    cpu_ms: float  # of all processes of the target, per request
+
+
 class Comparison:
-    def __init__(self, model: str, urls: dict[str, str], rounds: int) -> None:
-        self.model, self.urls, self.rounds = model, urls, rounds
+    def __init__(self, model: str, targets: dict[str, Target], rounds: int) -> None:
+        self.model, self.targets, self.rounds = model, targets, rounds
         self.parts: dict[str, list[Line]] = {}
         self.raw: dict[str, Any] = {}
 
     async def run(self) -> None:
-        both = {name: self.urls[name] for name in (THEIRS, OURS, TWO_THREADS) if name in self.urls}
-        await measured_rounds(_options(LONG, 1, 1), self.urls)  # caches, connections
+        with_threads = [name for name in (THEIRS, OURS, TWO_THREADS) if name in self.targets]
+        await self._alone(list(self.targets), WARM, 1, 1)  # caches, connections
         seconds_of = {}
-        for tokens, requests in ((SHORT, 3), (LONG, 1)):
-            found = await measured_rounds(_options(tokens, requests, self.rounds), both)
+        # Short requests differ more from one to the next, and more of them fit into the same time.
+        for tokens, requests, rounds in ((SHORT, 2, 3 * self.rounds), (LONG, 1, -(-3 * self.rounds // 2))):
+            found = await self._alone(with_threads, tokens, requests, rounds)
             lines = self._keep(f"alone, prompts of {tokens} tokens", found, ALONE)
-            seconds_of[tokens] = max(line.median for line in lines if line.target in (OURS, THEIRS)) / 1e3
+            ttfts = [line.median for line in lines if line.figure == "TTFT, ms" and line.target in (OURS, THEIRS)]
+            seconds_of[tokens] = max(ttfts) / 1e3
         seconds_of[LONGEST] = 2 * seconds_of[LONG]
         light = Schedule.spaced((SHORT, LONG), {length: seconds_of[length] + 0.2 for length in (SHORT, LONG)}, 0.7)
-        self._keep("beside a stream", await self._mixed(list(both)[:2], 1, light), BESIDE)
+        self._keep("beside a stream", await self._mixed([THEIRS, OURS], 1, light, self.rounds), BESIDE)
         heavy = Schedule.spaced((LONG, LONGEST), seconds_of, 0.5)
-        names = [OURS, *(name for name in self.urls if name != OURS)]
-        self._keep(f"{STREAMS} streams, long prompts", await self._mixed(names, STREAMS, heavy), MIXED)
+        names = [OURS, *(name for name in self.targets if name != OURS)]
+        found_mixed = await self._mixed(names, STREAMS, heavy, -(-self.rounds // 2))
+        self._keep(f"{STREAMS} streams, long prompts", found_mixed, MIXED)
 
-    async def _mixed(self, names: Sequence[str], streams: int, schedule: Schedule) -> list[dict[str, Mixed]]:
-        rounds = self.rounds if streams == 1 else -(-self.rounds // 2)
+    async def _alone(self, names: Sequence[str], tokens: int, requests: int, rounds: int) -> list[dict[str, Alone]]:
+        options = _options(tokens, requests)
 
+        async def measure(name: str, number: int) -> Alone:
+            target = self.targets[name]
+            before = target.cpu_seconds()
+            finished = await run(options, target.url, 1000 * tokens + number)  # no prompt comes twice
+            used = target.cpu_seconds() - before
+            summary = summarise(finished.records, whole_run(finished.records), {})
+            if summary.failed:
+                raise SystemExit(f"bench.undivided: {name}: {next(iter(summary.errors))}")
+            return Alone(summary, 1e3 * used / requests)
+
+        print(f"{rounds} rounds of prompts of {tokens} tokens", file=sys.stderr, flush=True)
+        return await interleaved(names, rounds, 0, measure)
+
+    async def _mixed(
+        self, names: Sequence[str], streams: int, schedule: Schedule, rounds: int
+    ) -> list[dict[str, Mixed]]:
         async def measure(name: str, number: int) -> Mixed:
-            found = await mixed(self.urls[name], self.model, streams, schedule, number)
-            print(f"round {number + 1} of {rounds}, {streams} streams: {name}", file=sys.stderr, flush=True)
-            return found
+            return await mixed(self.targets[name].url, self.model, streams, schedule, number)
 
+        print(f"{rounds} rounds of {streams} streams of {schedule.seconds:.1f} s", file=sys.stderr, flush=True)
         return await interleaved(names, rounds, 0, measure)
 
     def _keep(
@@ -99,28 +127,28 @@ class Comparison:
         return missed
 
 
-def _options(tokens: int, requests: int, rounds: int) -> argparse.Namespace:
+def _options(tokens: int, requests: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_compare(parser)
     lengths = ["--input", str(tokens), "--output", "2"]
-    shape = ["--concurrency", "1", "--requests", str(requests), "--rounds", str(rounds), "--warmup", "0"]
+    shape = ["--concurrency", "1", "--requests", str(requests), "--warmup", "0"]
     return parser.parse_args(["a=http://", *lengths, *shape])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.undivided", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=COUNT, default=6, help="half as many of the last part (default: 6)")
+    parser.add_argument("--rounds", type=COUNT, default=6, help="of each part, more of short ones (default: 6)")
     parser.add_argument("--core", type=int, help="everything but this client on this one core (default: on all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round here")
     options = parser.parse_args()
     model = default_model()
     with ExitStack() as stack:
         with on_cores({options.core} if options.core is not None else set()):
-            urls = {OURS: stack.enter_context(pair(model)), THEIRS: stack.enter_context(undivided(model))}
+            targets = {OURS: stack.enter_context(pair(model)), THEIRS: stack.enter_context(undivided(model))}
             if options.core is None:
-                urls[TWO_THREADS] = stack.enter_context(undivided(model, threads=2))
-            urls[SMALL_CHUNKS] = stack.enter_context(undivided(model, chunk_size=128))
-        comparison = Comparison(model_of(urls[OURS]), urls, options.rounds)
+                targets[TWO_THREADS] = stack.enter_context(undivided(model, threads=2))
+            targets[SMALL_CHUNKS] = stack.enter_context(undivided(model, chunk_size=128))
+        comparison = Comparison(model_of(targets[OURS].url), targets, options.rounds)
         asyncio.run(comparison.run())
     missed = comparison.missed()
     print("\n" + "\n".join(missed or ["every target is met"]))

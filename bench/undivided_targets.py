@@ -1,6 +1,6 @@
 """What is compared: a pair of `paceline up`, and the same engine without disaggregation behind the same gateway.
 
-In: options. Out: a URL, ready, of processes of their own; gone afterwards. Raises `SystemExit` if they do not start.
+In: options. Out: a `Target`, ready, of processes of its own; gone afterwards. Raises `SystemExit` if they do not start.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from bench.breakdown import cpu_seconds
+from bench.idle_cpu import cluster_pids
 from bench.local_cluster import started_cluster
 from bench.scripted_gateway import GONE_WITHIN, free_port, wait_until_healthy
 
 # One rank each side, so that both have one thread that computes; no option else is set.
 PAIR = ["--prefill-pp", "1", "--decode-pp", "1"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    url: str
+    pids: tuple[int, ...]  # all that it consists of, the gateway included
+
+    def cpu_seconds(self) -> float:
+        return sum(seconds for _, seconds, _ in cpu_seconds(list(self.pids)).values())
 
 
 def default_model() -> Path:
@@ -26,13 +38,13 @@ def default_model() -> Path:
 
 
 @contextmanager
-def pair(model: Path) -> Iterator[str]:
+def pair(model: Path) -> Iterator[Target]:
     with started_cluster([*PAIR, "--model", str(model)]) as cluster:
-        yield cluster.url
+        yield Target(cluster.url, tuple(cluster_pids(cluster.run_dir)))
 
 
 @contextmanager
-def undivided(model: Path, threads: int = 1, chunk_size: int = 512) -> Iterator[str]:
+def undivided(model: Path, threads: int = 1, chunk_size: int = 512) -> Iterator[Target]:
     engine = ["bench.undivided_server", str(model), "--threads", str(threads), "--chunk-size", str(chunk_size)]
     with ExitStack() as stack:
         server = stack.enter_context(_child(engine, OMP_NUM_THREADS=str(threads)))
@@ -47,7 +59,7 @@ def undivided(model: Path, threads: int = 1, chunk_size: int = 512) -> Iterator[
         )
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, lambda: gateway.poll() is None)
-        yield url
+        yield Target(url, (server.pid, gateway.pid))
 
 
 @contextmanager
