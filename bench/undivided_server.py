@@ -29,7 +29,9 @@ import torch
 
 from bench.undivided_engine import Params, Request, Token, UndividedEngine
 from engine.facts import Facts, read_facts
-from engine.runtime import Runtime
+from engine.kv_pool import pages_that_fit
+from engine.sampler import sample
+from engine.stage import Stage
 from paceline_proto.v1 import bootstrap_pb2, bootstrap_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 
 Kind = generation_pb2.Outcome.Kind
@@ -226,10 +228,12 @@ async def serving(shared: Undivided) -> AsyncIterator[list[str]]:
 async def serve(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     facts = read_facts(str(options.model), "", 1)
-    runtime = Runtime(str(options.model), 0, facts.num_layers, PAGE_SIZE, "float32")
-    stage = runtime.load(runtime.capacity(options.kv_memory << 20), lambda *_: None)
-    engine = UndividedEngine(stage, runtime.sample, options.chunk_size)
-    shared = Undivided(engine, facts, options.model.name, stage.kv_pool.pages)
+    layers = range(facts.num_layers)
+    budget = options.kv_memory << 20
+    pages = pages_that_fit(budget, facts.num_layers, PAGE_SIZE, facts.kv_heads, facts.head_dim, torch.float32)
+    stage = Stage.load(options.model, layers, pages, PAGE_SIZE)
+    engine = UndividedEngine(stage, sample, options.chunk_size)
+    shared = Undivided(engine, facts, options.model.name, pages)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, shared.ended.set)
     async with serving(shared) as addresses:
         print("\n".join(addresses), flush=True)

@@ -17,8 +17,9 @@ from bench.scripted_gateway import free_port, wait_until_healthy
 from bench.undivided_engine import UndividedEngine
 from bench.undivided_server import PAGE_SIZE, Undivided, serving
 from engine.facts import read_facts
-from engine.runtime import Runtime
+from engine.sampler import sample
 from engine.smollm2 import ensure_default_model
+from engine.stage import Stage
 from tests.engine.tiny_models import NEW_TOKENS, greedy, save_tiny
 
 VOCAB = 49152  # the default model's
@@ -31,8 +32,8 @@ PROMPTS = [[(17 * length + 29 * place) % VOCAB for place in range(length)] for l
 async def gateway(folder: Path) -> AsyncIterator[tuple[str, Undivided]]:
     """The engine is in this process, the gateway in its own, with a tokenizer of as many ids as the model has."""
     facts = read_facts(str(folder), "", 1)
-    runtime = Runtime(str(folder), 0, facts.num_layers, PAGE_SIZE, "float32")
-    engine = UndividedEngine(runtime.load(PAGES, lambda *_: None), runtime.sample, chunk_size=16)
+    stage = Stage.load(folder, range(facts.num_layers), PAGES, PAGE_SIZE)
+    engine = UndividedEngine(stage, sample, chunk_size=16)
     shared = Undivided(engine, facts, MODEL, PAGES)
     async with serving(shared) as (prefill, decode):
         port = free_port()
