@@ -109,20 +109,24 @@ async def interleaved(
 def lines_of(rounds: Sequence[Mapping[str, _T]], seed: int, figures: Mapping[str, Callable[[_T], float]]) -> list[Line]:
     """Figures that a round lacks (all of its requests failed, or had one token) are left out."""
     lines = []
-    names = list(rounds[0])
     for figure, take in figures.items():
-        values: dict[str, list[float]] = {}
         try:
-            values = {name: [take(each[name]) for each in rounds] for name in names}
+            values = {name: [take(each[name]) for each in rounds] for name in rounds[0]}
         except KeyError:
             continue
-        for name in names:
-            ratios = [own / first for own, first in zip(values[name], values[names[0]], strict=True) if first]
-            if ratios:
-                low, high = median_interval(ratios, seed)
-                lines.append(
-                    Line(figure, name, float(numpy.median(values[name])), float(numpy.median(ratios)), low, high)
-                )
+        lines += ratio_lines(figure, values, seed)
+    return lines
+
+
+def ratio_lines(figure: str, values: dict[str, list[float]], seed: int) -> list[Line]:
+    """Per target its values of all rounds, compared with those of the first target."""
+    lines = []
+    first = next(iter(values.values()))
+    for name, own in values.items():
+        ratios = [value / base for value, base in zip(own, first, strict=True) if base]
+        if ratios:
+            low, high = median_interval(ratios, seed)
+            lines.append(Line(figure, name, float(numpy.median(own)), float(numpy.median(ratios)), low, high))
     return lines
 
 
