@@ -12,10 +12,11 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 import msgspec
 import numpy
@@ -25,9 +26,10 @@ from bench.run import RunError, run
 from bench.serve import plain, window_of
 from bench.summary import Summary, summarise
 
+_T = TypeVar("_T")
 RESAMPLES, CONFIDENCE = 4000, 0.95
 # Figure → how it is taken from a summary.
-FIGURES = {
+FIGURES: dict[str, Callable[[Summary], float]] = {
     "TTFT median, ms": lambda s: s.latency_ms["ttft"].median,
     "TTFT p99, ms": lambda s: s.latency_ms["ttft"].p99,
     "TPOT median, ms": lambda s: s.latency_ms["tpot"].median,
@@ -54,10 +56,10 @@ def compare(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         urls = {name: _url(stack, what) for name, what in targets}
         try:
-            rounds = asyncio.run(_rounds(options, urls))
+            rounds = asyncio.run(measured_rounds(options, urls))
         except (RunError, ValueError) as error:
             raise SystemExit(f"paceline bench: {error}") from error
-    lines = lines_of(rounds, options.seed)
+    lines = lines_of(rounds, options.seed, FIGURES)
     print("\n".join(table(lines, options.rounds)))
     if confidence(options.rounds) < CONFIDENCE:
         print(f"note: {options.rounds} rounds give no interval of {CONFIDENCE:.0%}; 6 are needed", file=sys.stderr)
@@ -81,24 +83,33 @@ def _url(stack: ExitStack, what: str) -> str:
     return stack.enter_context(started_cluster(shlex.split(what)[1:])).url
 
 
-async def _rounds(options: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Summary]]:
-    chance = Random(f"{options.seed}/order")
-    rounds = []
-    for number in range(options.rounds):
-        found: dict[str, Summary] = {}
-        for name in chance.sample(list(urls), len(urls)):
-            finished = await run(options, urls[name], options.seed * 1000 + number)
-            found[name] = summarise(finished.records, window_of(options.window, finished), dict(options.slo))
-            print(f"round {number + 1} of {options.rounds}: {name}: {found[name].completed} whole,"
-                  f" {found[name].failed} failed", file=sys.stderr, flush=True)  # fmt: skip
-        rounds.append({name: found[name] for name in urls})
-    return rounds
+async def measured_rounds(options: argparse.Namespace, urls: dict[str, str]) -> list[dict[str, Summary]]:
+    async def measure(name: str, number: int) -> Summary:
+        finished = await run(options, urls[name], options.seed * 1000 + number)
+        summary = summarise(finished.records, window_of(options.window, finished), dict(options.slo))
+        print(f"round {number + 1} of {options.rounds}: {name}: {summary.completed} whole, {summary.failed} failed",
+              file=sys.stderr, flush=True)  # fmt: skip
+        return summary
+
+    return await interleaved(list(urls), options.rounds, options.seed, measure)
 
 
-def lines_of(rounds: Sequence[dict[str, Summary]], seed: int) -> list[Line]:
+async def interleaved(
+    names: Sequence[str], rounds: int, seed: int, measure: Callable[[str, int], Awaitable[_T]]
+) -> list[dict[str, _T]]:
+    """`measure(name, round)` for every name in every round, in an order drawn anew."""
+    chance = Random(f"{seed}/order")
+    measured = []
+    for number in range(rounds):
+        found = {name: await measure(name, number) for name in chance.sample(names, len(names))}
+        measured.append({name: found[name] for name in names})
+    return measured
+
+
+def lines_of(rounds: Sequence[Mapping[str, _T]], seed: int, figures: Mapping[str, Callable[[_T], float]]) -> list[Line]:
     """Figures that a round lacks (all of its requests failed, or had one token) are left out."""
     lines = []
-    for figure, take in FIGURES.items():
+    for figure, take in figures.items():
         try:
             values = {name: [take(each[name]) for each in rounds] for name in rounds[0]}
         except KeyError:

@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,7 @@ def scripted_gateway(
                 "--port", str(port), *gateway_options,
             )  # fmt: skip
             running = ScriptedGateway(f"http://127.0.0.1:{port}", gateway.pid, decode)
-            wait_until_healthy(running.url, gateway)
+            wait_until_healthy(running.url, lambda: gateway.poll() is None)
             yield running
         finally:
             for child in reversed(children):
@@ -79,9 +79,9 @@ def free_port() -> int:
         return port
 
 
-def wait_until_healthy(url: str, gateway: subprocess.Popen[str]) -> None:
+def wait_until_healthy(url: str, alive: Callable[[], bool]) -> None:
     until = time.monotonic() + READY_WITHIN
-    while time.monotonic() < until and gateway.poll() is None:
+    while time.monotonic() < until and alive():
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=2.0):
                 return

@@ -263,9 +263,9 @@ class Driver:
     def _read_executor(self) -> None:
         for event in self._executor.events():
             match event:
-                case Wrote(batch, layer):
+                case Wrote(batch, layers):
                     self._watch.wrote(batch)
-                    self._observe(self._port.wrote(batch, (layer, layer + 1)))
+                    self._observe(self._port.wrote(batch, layers))
                 case Ran(batch):
                     self._watch.wrote(batch)
                     self._watch.ran(event)

@@ -34,15 +34,19 @@ class Model(Protocol):
     def forward(self, rows: Sequence[Any], hidden: torch.Tensor | None = None) -> Any: ...
 
 
+# Positions times layers. Telling the loop of each layer of a short prompt would cost it as much as one of a long chunk,
+# and the forward waits for the interpreter meanwhile.
+TOLD_AT_LEAST = 512
+
 Sampler = Callable[[torch.Tensor, Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Wrote:
-    """KV of the batch is in this rank's pool for one layer more."""
+    """KV of the batch is in this rank's pool for some layers more."""
 
     batch: Batch
-    layer: int  # global
+    layers: tuple[int, int]  # global, half-open
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class Executor:
         timeout: float,
         by_layer: bool,
     ) -> None:
-        """`by_layer`: say of each layer when its KV is written."""
+        """`by_layer`: say of each layer, or of a few of a small batch, when its KV is written."""
         self._model, self._sampler, self.host = model, sampler, host
         self._in, self._out, self._timeout = hidden_in, hidden_out, timeout
         self._work: queue.SimpleQueue[Batch | HostEffect | None] = queue.SimpleQueue()
@@ -105,6 +109,7 @@ class Executor:
         self._done = 0  # last tick that was run or skipped
         self.skipped = 0  # ticks; read by the loop for status only
         self._running: tuple[Batch, float] | None = None  # read by the loop for status only
+        self._untold = 0, 0  # tick, and its first layer that the loop was not told of: `Ran` speaks of what is left
         self._thread = threading.Thread(target=self._main, name="executor", daemon=True)
 
     def start(self) -> None:
@@ -191,7 +196,13 @@ class Executor:
 
     def _wrote(self, layer: int) -> None:
         assert self._running is not None
-        self._tell(Wrote(self._running[0], layer))
+        batch = self._running[0]
+        if batch.tick != self._untold[0]:
+            self._untold = batch.tick, layer
+        begin = self._untold[1]
+        if batch.tokens * (layer + 1 - begin) >= TOLD_AT_LEAST:
+            self._tell(Wrote(batch, (begin, layer + 1)))
+            self._untold = batch.tick, layer + 1
 
     def _copy(self, work: HostEffect) -> None:
         try:

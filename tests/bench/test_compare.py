@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from bench.compare import _rounds, lines_of, parse_target, table
+from bench.compare import FIGURES, lines_of, measured_rounds, parse_target, table
 from bench.records import Record
 from bench.summary import Summary, summarise, whole_run
 from paceline.cli import build_parser
@@ -25,13 +25,13 @@ def answered(ttft: float) -> Summary:
 def test_ratios_are_taken_within_a_round() -> None:
     """The machine is ten times slower in the second round; the ratio is the same in all, and that is what is shown."""
     rounds = [{"a": answered(slow), "b": answered(1.5 * slow)} for slow in (1.0, 10.0, 2.0)]
-    found = {(line.figure, line.target): line for line in lines_of(rounds, seed=1)}
+    found = {(line.figure, line.target): line for line in lines_of(rounds, 1, FIGURES)}
     line = found["TTFT median, ms", "b"]
     assert line.median == pytest.approx(3000)
     assert (line.ratio, line.low, line.high) == pytest.approx((1.5, 1.5, 1.5))
     assert found["output tokens/s", "b"].ratio == pytest.approx(1 / 1.5)
     assert found["TTFT median, ms", "a"].ratio == 1.0
-    assert any("1.500" in row for row in table(lines_of(rounds, seed=1), 3))
+    assert any("1.500" in row for row in table(lines_of(rounds, 1, FIGURES), 3))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 )
 def test_the_table_promises_no_interval_that_the_rounds_cannot_give(count: int, header: str | None) -> None:
     rounds = [{"a": answered(1.0), "b": answered(1.0 + number)} for number in range(count)]
-    first, *rows = table(lines_of(rounds, seed=1), count)
+    first, *rows = table(lines_of(rounds, 1, FIGURES), count)
     assert first.endswith(header) if header else "interval" not in first
     if count < 6:  # the promise is that of the least and the greatest ratio, so these are what is shown
         shown = f"1.000 to {float(count):.3f}" if header else "   1.000"
@@ -50,7 +50,7 @@ def test_the_table_promises_no_interval_that_the_rounds_cannot_give(count: int, 
 def test_the_interval_holds_the_ratios_that_were_seen() -> None:
     ratios = (1.0, 1.2, 1.4, 1.1, 1.3)
     rounds = [{"a": answered(1.0), "b": answered(ratio)} for ratio in ratios]
-    line = next(line for line in lines_of(rounds, seed=1) if line.target == "b")
+    line = next(line for line in lines_of(rounds, 1, FIGURES) if line.target == "b")
     assert line.ratio == pytest.approx(1.2)
     assert 1.0 <= line.low < line.ratio < line.high <= 1.4
 
@@ -63,7 +63,7 @@ def test_every_target_of_a_round_gets_the_same_requests_and_every_round_others()
                 ["bench", "compare", "a=http://x", "--rounds", "3", "--requests", "4", "--concurrency", "1",
                  "--output", "2", "--warmup", "0"]
             )  # fmt: skip
-            return one, two, await _rounds(options, {"a": one.url, "b": two.url})
+            return one, two, await measured_rounds(options, {"a": one.url, "b": two.url})
 
     one, two, rounds = asyncio.run(main())
     assert one.bodies == two.bodies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +72,12 @@ class Reference:
     continuations: list[list[int]]
 
 
-def save_tiny(name: str, folder: Path, **save_options: object) -> torch.nn.Module:
-    """Write the tiny model `name` to `folder`; always the same weights. Returns the model."""
+def save_tiny(
+    name: str, folder: Path, sizes: Mapping[str, object] | None = None, **save_options: object
+) -> torch.nn.Module:
+    """Write the tiny model `name` to `folder`; always the same weights for the same sizes. Returns the model."""
     model_type, options = MODELS[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**_SIZES, **options})
+    config = transformers.AutoConfig.for_model(model_type, **{**_SIZES, **options, **(sizes or {})})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     # Freshly made models have zero biases and unit norms, which would hide that they are not applied.
