@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.compare import Line
-from bench.engines import hf, own
+from bench.engines import hf
 from bench.engines.cases import CASES, Case, prompts_of
 from bench.engines.engines import OURS, engines
 from bench.engines.install import INSTALLERS, install, is_installed
@@ -22,7 +22,6 @@ from bench.engines.rounds import Measured, run_rounds
 from bench.engines.verdict import disagreements, idle_share, lines_of, slower_than
 from bench.prompts import ids_between
 from bench.workload import Lengths
-from engine.stage import Stage
 from tests.engine.tiny_models import VOCAB, greedy, save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -79,25 +78,6 @@ def test_our_engine_in_its_process_answers_as_transformers_does(
         assert first.tokens == expected
         assert first.cpu_s > 0
         assert process.ask(prompts[:1], NEW_TOKENS).tokens == expected[:1]
-
-
-@pytest.mark.parametrize(("chunk", "rows", "pages"), [(512, 64, 64), (8, 64, 64), (16, 2, 64), (512, 64, 7)])
-def test_our_loop_gives_the_same_tokens_however_few_places_and_pages_there_are(
-    tiny: tuple[Path, list[list[int]], list[list[int]]], chunk: int, rows: int, pages: int
-) -> None:
-    folder, prompts, expected = tiny
-    loop = own.Loop(Stage.load(folder, range(4), pages, own.PAGE_SIZE), chunk, rows)
-    assert loop.generate(prompts, NEW_TOKENS) == expected
-    assert loop.generate(prompts, NEW_TOKENS) == expected, "pages of answered requests are free again"
-
-
-def test_our_loop_refuses_a_prompt_for_which_there_can_never_be_pages(
-    tiny: tuple[Path, list[list[int]], list[list[int]]],
-) -> None:
-    folder, prompts, _ = tiny
-    loop = own.Loop(Stage.load(folder, range(4), 4, own.PAGE_SIZE))
-    with pytest.raises(ValueError, match="5 pages are needed, the pool has 4"):
-        loop.generate(prompts, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("way", ["single", "batched", "continuous"])
