@@ -127,11 +127,12 @@ def rows(seen: Profile) -> list[str]:
         lines += ["", f"{'observed by the server':58} {'count':>8} {'mean':>12}"]
     lines += [f"{phase.name + phase.labels:58} {phase.count:8.0f} {phase.mean:12.6g}" for phase in seen.phases]
     if seen.processes:
-        lines += ["", f"{'process':20} {'CPU s':>9} {'ms/token':>9} {'control s':>10} {'MiB':>8}"]
+        lines += ["", f"{'process':20} {'CPU s':>9} {'ms/token':>9} {'control s':>10} {'starved s':>10} {'MiB':>8}"]
     for one in seen.processes:
         each = 1e3 * one.cpu_seconds / seen.tokens
         lines.append(
-            f"{one.name:20} {one.cpu_seconds:9.2f} {each:9.3f} {one.control_seconds:10.2f} {one.resident_mib:8.0f}"
+            f"{one.name:20} {one.cpu_seconds:9.2f} {each:9.3f} {one.control_seconds:10.2f}"
+            f" {one.starved_seconds:10.2f} {one.resident_mib:8.0f}"
         )
     return [*lines, *([""] if seen.ranks else []), *rank_figures.rows(seen.ranks)]
 

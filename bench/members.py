@@ -7,8 +7,8 @@ and what each has used of the processors so far. Raises `ClusterError` with a me
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from paceline_proto.v1 import admin_pb2, admin_pb2_grpc
 from security.channels import dial_blocking
 from security.secrets import Secrets
 
-_HERTZ = os.sysconf("SC_CLK_TCK")
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -33,10 +31,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Processor seconds since its start: of the whole process, and of its main thread alone."""
+    """Seconds since its start: processor time of all its threads, that of its main thread alone, and the time in which
+    a thread could have run and no processor was free."""
 
     whole: float
     main: float
+    starved: float
     resident: int  # bytes, now
 
 
@@ -73,17 +73,17 @@ def spent(of: Sequence[Member]) -> dict[str, Spent]:
         try:
             times = psutil.Process(member.pid).cpu_times()
             resident = psutil.Process(member.pid).memory_info().rss
-            found[member.name] = Spent(times.user + times.system, _main_thread(member.pid), resident)
-        except (psutil.Error, OSError):
+            main, starved = _threads(member.pid)
+            found[member.name] = Spent(times.user + times.system, main, starved, resident)
+        except (psutil.Error, OSError, KeyError):
             continue
     return found
 
 
-def _main_thread(pid: int) -> float:
-    """Where the kernel counts it in nanoseconds, from there; else in clock ticks."""
-    task = Path(f"/proc/{pid}/task/{pid}")
-    try:
-        return int((task / "schedstat").read_text().split()[0]) / 1e9
-    except OSError:
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _HERTZ
+def _threads(pid: int) -> tuple[float, float]:
+    """Of the main thread what it ran, of all that live now what they waited for a processor."""
+    counted: dict[int, list[float]] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread may end meanwhile
+            counted[int(task.name)] = [int(text) / 1e9 for text in (task / "schedstat").read_text().split()[:2]]
+    return counted[pid][0], sum(waited for _, waited in counted.values())

@@ -12,6 +12,8 @@ round.
 with t(c, s) as the two ranks measured it (so with both cores busy), and, for comparison, with half of what
 the single rank measured for chunk c (so as if a busy core did not slow the other one, and a rank did nothing but its
 layers).
+
+The second is fair only on a machine that does nothing else: how long the ranks' threads waited for a processor is told.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.local_cluster import started_cluster
+from bench.members import members, spent
 from bench.timelines import RankTimes, now_us, read_times
 from bench.ttft import FIRST_ID, LAST_ID, model_of, ttft
 
@@ -47,6 +50,8 @@ class Passage:
     ttft: float  # as the client sees it
     span: float  # from the launch of the first chunk until the result of the last was in rank 0's log
     forwards: Forwards
+    cpu: float  # of all ranks
+    starved: float  # per rank: seconds in which a thread could have run and no processor was free
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +105,17 @@ def forwards_of(ranks: Sequence[RankTimes]) -> Forwards:
 
 
 def passage(url: str, run_dir: Path, model: str, prompt: list[int]) -> Passage:
-    began = now_us()
+    of = [member for member in members(run_dir) if member.rank is not None and member.name.startswith("prefill")]
+    before, began = spent(of), now_us()
     seconds = ttft(url, model, prompt)
+    used = spent(of)
+    cpu = sum(after.whole - before[name].whole for name, after in used.items())
+    starved = sum(after.starved - before[name].starved for name, after in used.items()) / len(used)
     time.sleep(SETTLED)
     ranks = [times for times in read_times(run_dir, began) if times.role == "prefill"]
     first = ranks[0].ticks
-    return Passage(seconds, (first[-1].harvested_us - first[0].launched_us) / 1e6, forwards_of(ranks))
+    span = (first[-1].harvested_us - first[0].launched_us) / 1e6
+    return Passage(seconds, span, forwards_of(ranks), cpu, starved)
 
 
 def measure(tokens: int, count: int, options: list[str]) -> list[Round]:
@@ -135,6 +145,7 @@ def told(rounds: Sequence[Round]) -> list[str]:
         return f"{median(map(figure, rounds)):.3f}"
 
     one, two = middle(lambda each: each.one.ttft), middle(lambda each: each.two.ttft)
+    starved = [middle(lambda each, name=name: getattr(each, name).starved) for name in ("one", "two")]  # type: ignore[misc]
     rows = [
         ("times to the first token on one rank, on two", f"{one} s, {two} s"),
         ("speed-up", middle(lambda each: each.one.ttft / each.two.ttft)),
@@ -146,6 +157,8 @@ def told(rounds: Sequence[Round]) -> list[str]:
         ("  by the pipeline alone, without gateway and client", middle(lambda each: each.ideal / each.two.span)),
         ("all forwards of two ranks over those of one", middle(lambda each: each.dearer)),
         ("forwards of the first rank over those of the second", middle(lambda each: each.balance)),
+        ("CPU time of the two ranks over that of the one", middle(lambda each: each.two.cpu / each.one.cpu)),
+        ("seconds without a processor, per rank: one, two", f"{starved[0]} s, {starved[1]} s"),
         ("share of the ideal by halves of the one rank's forwards", middle(lambda each: each.of_undisturbed)),
     ]
     return [f"{what:60} {figure}" for what, figure in rows]

@@ -39,6 +39,7 @@ class ProcessFigures:
     name: str
     cpu_seconds: float
     control_seconds: float  # of the main thread
+    starved_seconds: float  # a thread could have run, and no processor was free
     resident_mib: float
 
 
@@ -56,7 +57,7 @@ class RankWatch:
         processes = [
             ProcessFigures(
                 name, after.whole - self._spent[name].whole, after.main - self._spent[name].main,
-                after.resident / (1 << 20),
+                after.starved - self._spent[name].starved, after.resident / (1 << 20),
             )
             for name, after in used.items() if name in self._spent
         ]  # fmt: skip

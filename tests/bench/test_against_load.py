@@ -25,7 +25,7 @@ def profile(bubbles: float, phase: str) -> Profile:
         summarise([record], whole_run([record]), {}),
         [Observed("paceline_gateway_phase_seconds", f'{{"phase": "{phase}"}}', 1, 0.25), Observed("other", "", 1, 9)],
         [rank],
-        [ProcessFigures("gateway", 0.004, 0.003, 80.0)],
+        [ProcessFigures("gateway", 0.004, 0.003, 0.0, 80.0)],
     )
 
 

@@ -35,11 +35,13 @@ def test_forwards_are_told_by_chunk_and_rank() -> None:
 
 
 def test_what_was_reached_is_told_beside_what_could_be() -> None:
-    one = Passage(4.0, 4.0, [[2.0], [2.0]])
-    two = Passage(4.0, 3.75, [[1.0, 1.0], [1.0, 1.0]])
+    one = Passage(4.0, 4.0, [[2.0], [2.0]], 5.0, 0.5)
+    two = Passage(4.0, 3.75, [[1.0, 1.0], [1.0, 1.0]], 6.0, 0.25)
     (each,) = rounds = [Round(one, two)]
     assert (each.ideal, each.of_ideal, each.of_undisturbed) == (3.0, 0.75, 0.75)
     assert (each.dearer, each.balance) == (1.0, 1.0)
     lines = told(rounds)
     assert any("reached" in line and line.endswith("0.750") for line in lines)
+    assert any("CPU time" in line and line.endswith("1.200") for line in lines)
+    assert any("processor" in line and line.endswith("0.500 s, 0.250 s") for line in lines)
     assert any("alone, without gateway" in line and line.endswith("0.800") for line in lines)
