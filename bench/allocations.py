@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +39,13 @@ class Trackers:
 
     def start(self, of: Sequence[Member]) -> None:
         if not (Path(sys.executable).parent / "memray").exists() or shutil.which("gdb") is None:
-            raise SystemExit("paceline bench: --inside needs memray (`make setup` installs it) and gdb")
-        with ThreadPoolExecutor(len(of)) as pool:
-            attached = list(pool.map(self._attach, of))
-        self._attached = [member for member, good in zip(of, attached, strict=True) if good]
+            raise SystemExit("paceline bench: --allocations needs memray (`make setup` installs it) and gdb")
+        # One at a time: a process stands still while it is attached to, and those beside it wait for it only so long.
+        self._attached = [member for member in of if self._attach(member)]
 
     def collect(self) -> list[Allocated]:
-        with ThreadPoolExecutor(max(1, len(self._attached))) as pool:
-            list(pool.map(self._detach, self._attached))
+        for member in self._attached:
+            self._detach(member)
         return [told for member in self._attached if (told := self._told(member)) is not None]
 
     def _attach(self, member: Member) -> bool:

@@ -3,8 +3,8 @@
 In: a server, the options of `bench serve`, and, for a cluster on this machine, its run directory. Out, besides what
 `serve` tells: per Prometheus histogram of the server the mean of what was observed during the load; of a cluster here,
 what each process used of the processors, and per rank its bubbles and what a microbatch cost its control loop. Samples
-are differences between a reading before and one after. With `--inside` the load runs twice more, once under py-spy and
-once under memray, so that what those cost is in no other figure.
+are differences between a reading before and one after. With `--stacks` and `--allocations` the load runs once more for
+each, under py-spy and under memray, so that what those cost is in no other figure.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class Profile:
 def profile(options: argparse.Namespace) -> int:
     if options.report is not None or options.plot is not None:
         check_plots()
-    if options.run_dir is None and (options.inside or options.loads):
-        raise SystemExit("paceline bench: --inside and --loads need --run-dir, that of a `paceline up` on this machine")
+    if options.run_dir is None and (options.stacks or options.allocations or options.loads):
+        raise SystemExit(
+            "paceline bench: --stacks, --allocations and --loads need the --run-dir of a `paceline up` on this machine"
+        )
     if options.plot is not None and not options.loads:
         raise SystemExit("paceline bench: --plot needs --loads")
     try:
@@ -77,44 +79,59 @@ def profile(options: argparse.Namespace) -> int:
 
 def _once(options: argparse.Namespace) -> int:
     seen = observe(options)
-    print("\n".join([*table(seen.summary), *rows(seen)]))
-    sampled: list[Stacks] = []
-    tracked: list[Allocated] = []
-    if options.inside:
-        sampled, tracked, ticks, tokens = _inside(options)
-        print("\n".join(["", *stacks.rows(sampled), "", *allocations.rows(tracked, ticks, tokens)]))
+    print("\n".join([*table(seen.summary), *rows(seen)]), flush=True)
     further: dict[str, Any] = {"phases": seen.phases, "ranks": seen.ranks, "processes": seen.processes}
-    if options.inside:
-        further |= {"stacks": sampled, "allocations": {"tokens": tokens, "ticks": ticks, "processes": tracked}}
+    if options.stacks:
+        sampled = _under_spies(options)
+        print("\n".join(["", *stacks.rows(sampled)]), flush=True)
+        further["stacks"] = sampled
+    if options.allocations:
+        tracked, ticks, tokens = _under_trackers(options)
+        print("\n".join(["", *allocations.rows(tracked, ticks, tokens)]))
+        further["allocations"] = {"tokens": tokens, "ticks": ticks, "processes": tracked}
     keep(options, seen.run, seen.summary, further)
     return 0 if seen.summary.completed else 1
 
 
 def observe(options: argparse.Namespace) -> Profile:
-    """One load, with readings before and after."""
+    """One load, with readings before (but after its warm-up) and after."""
     watch = None if options.run_dir is None else RankWatch(options.run_dir, load_if(options.secrets))
-    before = read_metrics(options.url)
-    finished, summary = measured(options)
+    before: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def begin() -> None:
+        before.update(read_metrics(options.url))
+        if watch is not None:
+            watch.begin()
+
+    finished, summary = measured(options, begin)
     ranks, processes = watch.ended() if watch is not None else ([], [])
     return Profile(finished, summary, differences(before, read_metrics(options.url)), ranks, processes)
 
 
-def _inside(options: argparse.Namespace) -> tuple[list[Stacks], list[Allocated], dict[str, int], int]:
-    """Stacks; allocations, and the microbatches and tokens that they were for."""
-    secrets = load_if(options.secrets)
+def _under_spies(options: argparse.Namespace) -> list[Stacks]:
+    print("note: the load once more, under py-spy", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        spies, trackers = Spies(Path(folder)), Trackers(Path(folder))
-        watch = RankWatch(options.run_dir, secrets)
-        print("note: once more under py-spy", file=sys.stderr)
-        spies.start(watch.members)
-        measured(options)
-        sampled = spies.collect()
-        print("note: once more under memray", file=sys.stderr)
-        trackers.start(watch.members)
-        watch = RankWatch(options.run_dir, secrets)
-        finished, _ = measured(options)
+        spies, watch = Spies(Path(folder)), RankWatch(options.run_dir, load_if(options.secrets))
+        try:
+            measured(options, lambda: spies.start(watch.members))
+        finally:
+            found = spies.collect()
+        return found
+
+
+def _under_trackers(options: argparse.Namespace) -> tuple[list[Allocated], dict[str, int], int]:
+    """Also the microbatches, by rank, and the output tokens that were computed meanwhile."""
+    print("note: the load once more, under memray", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        trackers, watch = Trackers(Path(folder)), RankWatch(options.run_dir, load_if(options.secrets))
+
+        def begin() -> None:
+            trackers.start(watch.members)
+            watch.begin()
+
+        finished, _ = measured(options, begin)
         ranks, _ = watch.ended()
-        return sampled, trackers.collect(), {rank.name: rank.ticks for rank in ranks}, tokens_of(finished)
+        return trackers.collect(), {rank.name: rank.ticks for rank in ranks}, tokens_of(finished)
 
 
 def tokens_of(finished: Run) -> int:

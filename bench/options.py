@@ -241,8 +241,11 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         help="that cluster's, if it has any (default: $PACELINE_SECRETS, or none)",
     )  # fmt: skip
     parser.add_argument(
-        "--inside", action="store_true",
-        help="twice more, under py-spy and under memray: what encodes and decodes, what allocates (needs gdb)",
+        "--stacks", action="store_true", help="the load once more, under py-spy: how much encodes and decodes"
+    )
+    parser.add_argument(
+        "--allocations", action="store_true",
+        help="the load once more, under memray: how much is allocated (needs gdb, and a long --ring-timeout)",
     )  # fmt: skip
     parser.add_argument(
         "--loads", type=_checked(_loads, "list of concurrencies like 1,2,4,8"), default=(), metavar="N,N,…",

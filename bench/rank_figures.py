@@ -1,6 +1,7 @@
 """What each rank of a cluster did during a load: bubbles, and what a microbatch cost its control loop.
 
-In: the cluster's run directory; `RankWatch` reads it when the load begins and when it has ended. Out: `RankFigures`.
+In: the cluster's run directory; `RankWatch` reads it when the load begins and when it has ended. Out: `RankFigures` and
+`ProcessFigures`.
 A rank's control loop is the main thread of its process: everything but forwards (the executor's thread) and what the
 transfer and gRPC do on threads of their own.
 """
@@ -47,7 +48,9 @@ class RankWatch:
     def __init__(self, run_dir: Path, secrets: Secrets | None = None) -> None:
         self._run_dir, self._secrets = run_dir, secrets
         self.members: Sequence[Member] = members(run_dir, secrets)
-        before = read_times(run_dir, 0, secrets)
+
+    def begin(self) -> None:
+        before = read_times(self._run_dir, 0, self._secrets)
         self._last = {_name(times): _reached(times) for times in before}
         self._spent = spent(self.members)
         self._begin = now_us()

@@ -38,22 +38,26 @@ class Stacks:
 
 
 class Spies:
-    """py-spy beside each process, from `start` until `collect`. Raises `SystemExit` if it cannot be started."""
+    """py-spy beside each process, from `start`, which waits for it, until `collect`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._running: list[tuple[Member, subprocess.Popen[bytes], Path]] = []
+        self._running: list[tuple[Member, subprocess.Popen[str], Path]] = []
 
     def start(self, of: Sequence[Member]) -> None:
         program = Path(sys.executable).parent / "py-spy"
         if not program.exists():
-            raise SystemExit("paceline bench: --inside needs py-spy: `make setup` installs it")
+            raise SystemExit("paceline bench: --stacks needs py-spy: `make setup` installs it")
         for member in of:
             out = self._folder / f"{member.pid}.raw"
             command = [str(program), "record", "--native", "--threads", "--format", "raw",
                        "--rate", str(RATE), "--pid", str(member.pid), "--output", str(out)]  # fmt: skip
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             self._running.append((member, process, out))
+        for _, process, _ in self._running:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) and "Sampling process" not in line:
+                pass
 
     def collect(self) -> list[Stacks]:
         """A process whose stacks could not be had is left out, with a note."""
@@ -62,14 +66,14 @@ class Spies:
         found = []
         for member, process, out in self._running:
             try:
-                _, complaint = process.communicate(timeout=_ENDS_WITHIN)
+                said, _ = process.communicate(timeout=_ENDS_WITHIN)
             except subprocess.TimeoutExpired:
                 process.kill()
-                _, complaint = process.communicate()
+                said, _ = process.communicate()
             if out.exists():
                 found.append(summarise_stacks(member.name, out.read_text(errors="replace").splitlines()))
             else:
-                why = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["no word"]
+                why = said.strip().splitlines()[-1:] or ["py-spy cannot attach to it"]
                 print(f"note: no stacks of {member.name}: {why[0]}", file=sys.stderr)
         return found
 

@@ -47,10 +47,8 @@ def test_the_table_has_a_column_per_load_and_says_what_was_not_seen() -> None:
     assert lines["parse"] == ["250.0", "–"] and lines["network"] == ["–", "250.0"]
 
 
-def test_the_plot_is_the_same_each_time_and_names_all_it_shows() -> None:
-    drawn = plot(POINTS)
-    assert drawn == plot(POINTS)
-    text = " ".join(ET.fromstring(drawn).itertext())
+def test_the_plot_names_all_it_shows() -> None:
+    text = " ".join(ET.fromstring(plot(POINTS)).itertext())
     for name in ("parse", "network", "decode-0 rank 0", "gateway", "requests at a time"):
         assert name in text
 
@@ -59,7 +57,8 @@ def test_the_plot_is_the_same_each_time_and_names_all_it_shows() -> None:
     ("arguments", "complaint"),
     [
         (["--loads", "1,2"], "--run-dir"),
-        (["--inside"], "--run-dir"),
+        (["--stacks"], "--run-dir"),
+        (["--allocations"], "--run-dir"),
         (["--run-dir", ".", "--plot", "x.svg"], "--plot needs --loads"),
         (["--run-dir", "/nonexistent", "--loads", "1"], "no cluster runs in /nonexistent"),
     ],
