@@ -33,6 +33,7 @@ class Point:
     control_us: dict[str, float]  # per microbatch, by rank
     rows: dict[str, float]  # per microbatch, by rank
     cpu_ms: dict[str, float]  # per output token, by process
+    starved: float  # share of the time that all processes wanted a processor in which they had none
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def point(load: int, seen: Profile) -> Point:
     phases = {
         json.loads(phase.labels)["phase"]: 1e3 * phase.mean for phase in seen.phases if phase.name == _PHASES
     }  # fmt: skip
-    latency = seen.summary.latency_ms
+    latency, starved = seen.summary.latency_ms, sum(process.starved_seconds for process in seen.processes)
     return Point(
         load=load,
         failed=seen.summary.failed,
@@ -66,6 +67,7 @@ def point(load: int, seen: Profile) -> Point:
         bubbles={rank.name: rank.bubble_fraction for rank in seen.ranks},
         control_us={rank.name: rank.control_us_per_tick for rank in seen.ranks},
         rows={rank.name: rank.rows_per_tick for rank in seen.ranks},
+        starved=starved / max(1e-9, starved + sum(process.cpu_seconds for process in seen.processes)),
         cpu_ms={process.name: 1e3 * process.cpu_seconds / seen.tokens for process in seen.processes},
     )
 
@@ -79,6 +81,7 @@ def table(points: Sequence[Point]) -> Iterator[str]:
     yield row("output tokens/s", lambda point: point.output_tokens_per_s, ".1f")
     yield row("TTFT, median, ms", lambda point: point.ttft_ms, ".0f")
     yield row("ITL, median, ms", lambda point: point.itl_ms, ".1f")
+    yield row("without a processor", lambda point: point.starved, ".1%")
     for title, field, form in (
         ("ms of TTFT, mean", "phases_ms", ".1f"),
         ("bubbles", "bubbles", ".1%"),

@@ -25,7 +25,7 @@ def profile(bubbles: float, phase: str) -> Profile:
         summarise([record], whole_run([record]), {}),
         [Observed("paceline_gateway_phase_seconds", f'{{"phase": "{phase}"}}', 1, 0.25), Observed("other", "", 1, 9)],
         [rank],
-        [ProcessFigures("gateway", 0.004, 0.003, 0.0, 80.0)],
+        [ProcessFigures("gateway", 0.004, 0.003, 0.001, 80.0)],
     )
 
 
@@ -37,6 +37,7 @@ def test_each_load_has_its_figures() -> None:
     assert (first.load, first.failed, first.ttft_ms) == (1, 0, 1000)
     assert first.phases_ms == {"parse": 250}
     assert first.bubbles == {"decode-0 rank 0": 0.5} and first.control_us == {"decode-0 rank 0": 310}
+    assert first.starved == pytest.approx(0.2)
     assert first.cpu_ms == {"gateway": pytest.approx(1.0)}  # 4 ms for 4 tokens
 
 
