@@ -18,7 +18,8 @@ import msgspec
 from bench.breakdown import Profile, observe
 from bench.serve import plain
 
-_PHASES = "paceline_gateway_phase_seconds"
+_PHASES, _FIRST_TOKENS = "paceline_gateway_phase_seconds", "paceline_gateway_time_to_first_token_seconds"
+_SMALL = 0.02  # of the whole bar at every load: drawn with the others that are as small
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Point:
     output_tokens_per_s: float
     ttft_ms: float  # medians
     itl_ms: float
-    phases_ms: dict[str, float]  # of the time to the first token, means
+    phases_ms: dict[str, float]  # parts of the mean time to the first token at the gateway; they add up to it
     bubbles: dict[str, float]  # share of the time in flight, by rank
     control_us: dict[str, float]  # per microbatch, by rank
     rows: dict[str, float]  # per microbatch, by rank
@@ -53,9 +54,13 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def point(load: int, seen: Profile) -> Point:
+    # A phase that only some requests go through is shared out over all.
+    answered = max((phase.count for phase in seen.phases if phase.name == _FIRST_TOKENS), default=0.0)
     phases = {
-        json.loads(phase.labels)["phase"]: 1e3 * phase.mean for phase in seen.phases if phase.name == _PHASES
-    }  # fmt: skip
+        json.loads(phase.labels)["phase"]: 1e3 * phase.mean * phase.count / answered
+        for phase in seen.phases
+        if phase.name == _PHASES and answered
+    }
     latency, starved = seen.summary.latency_ms, sum(process.starved_seconds for process in seen.processes)
     return Point(
         load=load,
@@ -98,6 +103,16 @@ def _names(points: Sequence[Point], field: str) -> list[str]:
     return list(dict.fromkeys(name for point in points for name in getattr(point, field)))
 
 
+def large(bars: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Each bar with its small parts put together."""
+    shown = {name for bar in bars for name, part in bar.items() if part >= _SMALL * sum(bar.values())}
+    return [
+        {name: part for name, part in bar.items() if name in shown}
+        | {"others": sum(part for name, part in bar.items() if name not in shown)}
+        for bar in bars
+    ]
+
+
 def plot(points: Sequence[Point]) -> str:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -112,22 +127,22 @@ def plot(points: Sequence[Point]) -> str:
                 loads, [scale * getattr(point, field).get(name, float("nan")) for point in points], ".-", label=name
             )
 
-    def stacked(axes: Axes, field: str) -> None:
-        base = [0.0] * len(points)
-        for name in _names(points, field):
-            heights = [getattr(point, field).get(name, 0.0) for point in points]
+    def stacked(axes: Axes, bars: Sequence[dict[str, float]]) -> None:
+        base = [0.0] * len(bars)
+        for name in dict.fromkeys(name for bar in bars for name in bar):
+            heights = [bar.get(name, 0.0) for bar in bars]
             axes.bar(loads, heights, bottom=base, label=name)
             base = [low + height for low, height in zip(base, heights, strict=True)]
 
     def draw(figure: Figure) -> None:
         ((first, second), (third, fourth)) = figure.subplots(2, 2)
-        stacked(first, "phases_ms")
+        stacked(first, large([point.phases_ms for point in points]))
         first.set(title="Time to the first token, by phase (means)", ylabel="ms")
         lines(second, "bubbles", 100)
         second.set(title="Bubbles: in flight, and nothing computed", ylabel="% of time in flight", ylim=(0, 100))
         lines(third, "control_us", 1)
         third.set(title="Control loop, per microbatch", ylabel="µs of CPU", ylim=(0, None))
-        stacked(fourth, "cpu_ms")
+        stacked(fourth, large([point.cpu_ms for point in points]))
         fourth.set(title="Processor time per output token", ylabel="ms")
         for axes in (first, second, third, fourth):
             axes.set_xlabel("requests at a time")

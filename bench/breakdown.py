@@ -126,12 +126,13 @@ def _under_trackers(options: argparse.Namespace) -> tuple[list[Allocated], dict[
         trackers, watch = Trackers(Path(folder)), RankWatch(options.run_dir, load_if(options.secrets))
 
         def begin() -> None:
-            trackers.start(watch.members)
             watch.begin()
+            trackers.start(watch.members)
 
         finished, _ = measured(options, begin)
+        allocated = trackers.collect()  # first: to read the ranks allocates too
         ranks, _ = watch.ended()
-        return trackers.collect(), {rank.name: rank.ticks for rank in ranks}, tokens_of(finished)
+        return allocated, {rank.name: rank.ticks for rank in ranks}, tokens_of(finished)
 
 
 def tokens_of(finished: Run) -> int:

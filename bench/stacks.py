@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from bench.members import Member
@@ -25,8 +26,10 @@ CODECS = {
     "protobuf": ("_message.abi3.so", "google/protobuf/", "protobuf/internal/", "_pb2.py"),
     "json": ("_json.cpython", "json/"),
 }
-# A thread that sleeps in one of these was sampled on its way in or out.
-_WAITS = ("epoll_wait", "clock_nanosleep", "pthread_cond_", "__poll", "ppoll", "sem_", "select", "futex", "do_futex")
+# What a thread is in while it waits: functions of the C library, and those that call into nameless parts of it.
+_WAITS = ("epoll_wait", "poll", "ppoll", "select", "clock_nanosleep", "pthread_cond_", "sem_")
+_WAITING_CALLERS = ("PyThread_acquire_lock_timed", "take_gil", "time_sleep")
+_LIBC = "(libc.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def summarise_stacks(name: str, lines: Iterable[str]) -> Stacks:
     for line in lines:
         stack, _, count = line.rpartition(" ")
         frames = stack.split(";")
-        if not count.isdigit() or any(frames[-1].startswith(wait) for wait in _WAITS):
+        if not count.isdigit() or _waits(frames):
             continue
         at_work += int(count)
         for codec, places in CODECS.items():
@@ -100,6 +103,15 @@ def summarise_stacks(name: str, lines: Iterable[str]) -> Stacks:
         {codec: inside[codec] / whole for codec in CODECS},
         [(what, times / whole) for what, times in innermost.most_common(8)],
     )
+
+
+def _waits(frames: Sequence[str]) -> bool:
+    """For an event, a lock, a moment, or Python's interpreter lock."""
+    inner = list(takewhile(lambda frame: _LIBC in frame, reversed(frames)))
+    if any(frame.startswith(_WAITS) for frame in inner):
+        return True
+    caller = frames[-1 - len(inner)] if len(inner) < len(frames) else ""
+    return bool(inner) and caller.startswith(_WAITING_CALLERS)
 
 
 def _place(frame: str) -> str:

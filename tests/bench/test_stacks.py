@@ -18,8 +18,13 @@ LINES = [
     START + "_say (pipeline/io/driver.py:350);Encoder_encode (msgspec/_core.cpython-311-x86_64-linux-gnu.so) 6",
     START + "_handle (grpc/aio.py:3);upb_inttable_lookup (_message.abi3.so) 3",
     START + "dumps (json/__init__.py:231);encode (json/encoder.py:200) 1",
-    START + "forward (engine/stage.py:84);sgemm (libtorch_cpu.so) 30",
-    START + "run (pipeline/io/driver.py:135);zmq_poll (zmq.so);epoll_wait (libc.so.6) 500",
+    START + "forward (engine/stage.py:84);sgemm (libtorch_cpu.so) 25",
+    START + "forward (engine/stage.py:84);copy_ (libtorch_cpu.so);0x7f4 (libc.so.6) 5",  # a copy is work
+    # Waits: for a socket, a queue, the interpreter lock.
+    START + "run (pipeline/io/driver.py:135);zmq_poll (libzmq.so.5);poll (libc.so.6) 500",
+    START
+    + "_main (pipeline/io/executor.py:155);PyThread_acquire_lock_timed (libpython3.11.so.1.0);0x7f1 (libc.so.6);0x7f2 (libc.so.6) 700",
+    START + "busy (t.py:9);pthread_cond_timedwait (libc.so.6);0x7f3 (libc.so.6) 90",
 ]
 
 WORK = """
