@@ -118,15 +118,20 @@ def passage(url: str, run_dir: Path, model: str, prompt: list[int]) -> Passage:
     return Passage(seconds, span, forwards_of(ranks), cpu, starved)
 
 
-def measure(tokens: int, count: int, options: list[str]) -> list[Round]:
-    chance = random.Random(tokens)
+def measure(tokens: int, count: int, within: float, options: list[str]) -> list[Round]:
+    """No round begins that would not end `within` so many seconds, by the longest so far."""
+    chance, began, longest = random.Random(tokens), time.monotonic(), 0.0
     with ExitStack() as stack:
         clusters = [
             stack.enter_context(started_cluster([*_PATIENT, "--prefill-pp", str(ranks), *options])) for ranks in (1, 2)
         ]
         model = model_of(clusters[0].url)
-        rounds = []
+        rounds: list[Round] = []
         for number in range(count + 1):
+            at = time.monotonic()
+            if rounds and at - began + longest > within:
+                print(f"{len(rounds)} of {count} rounds: no time for another", file=sys.stderr)
+                break
             length = tokens if number else min(tokens, 1024)  # the first round is for warming up
             prompt = [chance.randint(FIRST_ID, LAST_ID) for _ in range(length)]
             found: dict[int, Passage] = {}
@@ -134,6 +139,7 @@ def measure(tokens: int, count: int, options: list[str]) -> list[Round]:
                 found[place] = passage(clusters[place].url, clusters[place].run_dir, model, prompt)
             if number:
                 rounds.append(Round(found[0], found[1]))
+                longest = max(longest, time.monotonic() - at)
                 print(f"round {number} of {count}: {rounds[-1].of_ideal:.3f} of the ideal", file=sys.stderr, flush=True)
     return rounds
 
@@ -168,10 +174,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pipeline_prefill", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8000, help="of each prompt (default: 8000)")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument(
+        "--within", type=float, default=330.0, metavar="S", help="begin no round too late (default: 330)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round here")
     parser.add_argument("up", nargs="?", default="", metavar="OPTIONS", help="further ones of `paceline up`, quoted")
     options = parser.parse_args()
-    rounds = measure(options.tokens, options.rounds, shlex.split(options.up))
+    rounds = measure(options.tokens, options.rounds, options.within, shlex.split(options.up))
     print("\n".join(told(rounds)))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in rounds]))
