@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +72,10 @@ def _ids(text: str) -> tuple[int, int]:
     if not 0 <= low < high:
         raise ValueError
     return low, high
+
+
+def _loads(text: str) -> tuple[int, ...]:
+    return tuple(_natural(part) for part in text.split(","))
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -228,6 +233,23 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run-dir", type=Path, metavar="PATH", help="of a local cluster, for the CPU time of its processes"
+        "--run-dir", type=Path, metavar="PATH",
+        help="of a cluster on this machine: CPU time of its processes, bubbles and control of its ranks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--secrets", default=os.environ.get("PACELINE_SECRETS", ""), metavar="DIR",
+        help="that cluster's, if it has any (default: $PACELINE_SECRETS, or none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stacks", action="store_true", help="the load once more, under py-spy: how much encodes and decodes"
     )
+    parser.add_argument(
+        "--allocations", action="store_true",
+        help="the load once more, under memray: how much is allocated (needs gdb, and a long --ring-timeout)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--loads", type=_checked(_loads, "list of concurrencies like 1,2,4,8"), default=(), metavar="N,N,…",
+        help="closed loops of so many at a time, one after another: every figure against the load",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="of --loads, as SVG (needs matplotlib)")
     add_serve(parser)

@@ -30,7 +30,10 @@ _RED, _BLUE = "#cf222e", "#0969da"
 def page(records: Sequence[Record], summary: Summary, about: dict[str, Any]) -> str:
     title = escape(f"{about['model']}: {summary.completed} of {summary.requests} requests")
     options = escape(msgspec.json.format(msgspec.json.encode(about), indent=1).decode())
-    plots = "\n".join(_svg(draw, records, summary) for draw in (_over_time, _shares, _throughput, _in_flight))
+    plots = "\n".join(
+        as_svg(lambda figure, draw=draw: draw(figure, records, summary), (9, 3.2), draw.__name__)  # type: ignore[misc]
+        for draw in (_over_time, _shares, _throughput, _in_flight)
+    )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"<h1>{title}</h1><pre>{escape(chr(10).join(table(summary)))}</pre>\n{plots}\n"
@@ -38,11 +41,11 @@ def page(records: Sequence[Record], summary: Summary, about: dict[str, Any]) -> 
     )
 
 
-def _svg(draw: Callable[[Figure, Sequence[Record], Summary], None], records: Sequence[Record], summary: Summary) -> str:
-    # A fixed salt and no date: the ids inside would differ from page to page.
-    with mpl.rc_context({"svg.hashsalt": draw.__name__, "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9, 3.2), layout="constrained")
-        draw(figure, records, summary)
+def as_svg(draw: Callable[[Figure], None], size: tuple[float, float], salt: str = "plot") -> str:
+    """One `<svg>` element. `salt` keeps its ids apart from those of others on the page, and equal from run to run."""
+    with mpl.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()

@@ -72,19 +72,23 @@ async def opened(options: argparse.Namespace, url: str) -> AsyncIterator[Client]
         yield client
 
 
-async def run(options: argparse.Namespace, url: str, seed: int, watch: Watch | None = None) -> Run:
-    """`watch` is called about once a second while the load is on."""
+async def run(
+    options: argparse.Namespace, url: str, seed: int, watch: Watch | None = None, warm: Callable[[], None] | None = None
+) -> Run:
+    """`watch` is called about once a second while the load is on, `warm` once before it, after the warm-up."""
     try:
         plan, left_out = make_plan(options, seed)
         async with opened(options, url) as client:
             model = options.model or await model_of(client)
-            warm = _warmup(options)
-            bodies = await _bodies(options, client, model, seed, [*warm, *(planned.ask for planned in plan)])
-            for body in bodies[: len(warm)]:
+            first = _warmup(options)
+            bodies = await _bodies(options, client, model, seed, [*first, *(planned.ask for planned in plan)])
+            for body in bodies[: len(first)]:
                 exchange = await client.send(body)
                 if exchange.error:
                     raise RunError(f"the first request failed ({exchange.error}): {exchange.reason}")
-            load = Load(client.send, plan, bodies[len(warm) :])
+            if warm is not None:
+                warm()
+            load = Load(client.send, plan, bodies[len(first) :])
             watching = asyncio.create_task(_watch(load.progress, watch)) if watch is not None else None
             try:
                 if is_open(options):

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def serve(options: argparse.Namespace) -> int:
     return 0 if summary.completed else 1
 
 
-def measured(options: argparse.Namespace) -> tuple[Run, Summary]:
-    """Runs the load; ends the command with a message if that cannot be."""
+def measured(options: argparse.Namespace, warm: Callable[[], None] | None = None) -> tuple[Run, Summary]:
+    """Runs the load; ends the command with a message if that cannot be. `warm` is called when the warm-up is over."""
     live = options.progress and sys.stderr.isatty()
     began = time.monotonic()
 
@@ -38,7 +39,7 @@ def measured(options: argparse.Namespace) -> tuple[Run, Summary]:
         print(f"\r{live_line(time.monotonic() - began, progress)}\033[K", end="", file=sys.stderr, flush=True)
 
     try:
-        finished = asyncio.run(run(options, options.url, options.seed, watch if live else None))
+        finished = asyncio.run(run(options, options.url, options.seed, watch if live else None, warm))
         summary = summarise(finished.records, window_of(options.window, finished), dict(options.slo))
     except (RunError, ValueError) as error:
         raise SystemExit(f"paceline bench: {error}") from error

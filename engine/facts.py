@@ -25,8 +25,10 @@ class Facts:
     windows: tuple[int, ...]
 
 
-def read_facts(folder: str, layers: str, ranks: int) -> Facts:
+def read_facts(folder: str, layers: str, ranks: int, with_head: bool = True) -> Facts:
     """`layers` is an explicit split ("8,7,8,7") or empty: balanced by cost over `ranks`.
+
+    `with_head`: in that cost, every token goes through the output head.
 
     Raises `ValueError` or `OSError` for a folder or a split that cannot work.
     """
@@ -39,6 +41,6 @@ def read_facts(folder: str, layers: str, ranks: int) -> Facts:
         vocab_size=spec.vocab,
         eos_ids=spec.eos_ids,
         max_positions=spec.max_positions,
-        layer_ranges=tuple(parse_split(layers, spec.layers) if layers else split_layers(spec, ranks)),
+        layer_ranges=tuple(parse_split(layers, spec.layers) if layers else split_layers(spec, ranks, with_head)),
         windows=tuple(window or 0 for window in spec.windows),
     )

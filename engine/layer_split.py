@@ -4,9 +4,9 @@ In: a `ModelSpec` and a number of ranks, or an explicit list such as "8,7,8,7". 
 ranges `(start, end)` in rank order.
 
 Invariants: the ranges cover every layer once, in order, and none is empty. The default split makes
-the costliest rank as cheap as possible. A rank's cost is the weights that a decoded token goes
-through there, because decode is bound by reading them; the output head counts, the embedding is a
-gather and does not.
+the costliest rank as cheap as possible. A rank's cost is the weights that a token goes through there.
+Where tokens are decoded the output head counts; a prompt goes through it with its last token alone, so
+for prefill it does not. The embedding is a gather and never does.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from engine.model_spec import ModelSpec
 Split = list[tuple[int, int]]
 
 
-def split_layers(spec: ModelSpec, parts: int) -> Split:
-    """The cost-balanced split of `spec` over `parts` ranks. Raises `ValueError` if some rank would get no layer."""
+def split_layers(spec: ModelSpec, parts: int, with_head: bool = True) -> Split:
+    """The cost-balanced split of `spec` over `parts` ranks. `with_head`: every token goes through the output head.
+
+    Raises `ValueError` if some rank would get no layer.
+    """
     if not 1 <= parts <= spec.layers:
         raise ValueError(f"{spec.layers} layers cannot be split over {parts} ranks: every rank needs at least one")
     costs = [float(spec.layer_parameters(layer)) for layer in range(spec.layers)]
-    costs[-1] += spec.head_parameters()
+    if with_head:
+        costs[-1] += spec.head_parameters()
     return _balance(costs, parts)
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline_proto.v1 import common_pb2, timeline_pb2
+from telemetry.intervals import Span, length, uncovered, union
 
 EXECUTOR, BUBBLES, CONTROL, HAND_OVERS = 1, 2, 3, 4
 _ROWS = {EXECUTOR: "executor", BUBBLES: "bubbles", CONTROL: "control", HAND_OVERS: "hand-overs"}
 _ROLES = {common_pb2.ROLE_PREFILL: "prefill", common_pb2.ROLE_DECODE: "decode"}
 
 Event = dict[str, Any]
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,8 @@ def summarize(timelines: Iterable[timeline_pb2.TimelineReadResponse]) -> list[Ra
 def bubbles(told: timeline_pb2.TimelineReadResponse) -> list[Span]:
     """When ticks were in flight on this rank and its executor computed none of them."""
     over = _over(told)
-    found: list[Span] = []
-    computing = _union((t.fed_us, t.ended_us) for t in over)
-    for begin, end in _union((t.launched_us, t.harvested_us) for t in over):
-        at = begin
-        for start, stop in computing:
-            if stop <= at or start >= end:
-                continue
-            if start > at:
-                found.append((at, start))
-            at = max(at, stop)
-        if at < end:
-            found.append((at, end))
-    return found
+    in_flight = union((t.launched_us, t.harvested_us) for t in over)
+    return uncovered(in_flight, union((t.fed_us, t.ended_us) for t in over))
 
 
 def _summary(told: timeline_pb2.TimelineReadResponse) -> RankSummary:
@@ -77,9 +66,9 @@ def _summary(told: timeline_pb2.TimelineReadResponse) -> RankSummary:
         told.rank,
         len(over),
         sum(t.tokens for t in over),
-        _length(_union((t.launched_us, t.harvested_us) for t in over)),
-        _length(_union((t.fed_us, t.ended_us) for t in over)),
-        _length((t.began_us, t.fed_us) for t in over),
+        length(union((t.launched_us, t.harvested_us) for t in over)) / 1e6,
+        length(union((t.fed_us, t.ended_us) for t in over)) / 1e6,
+        length((t.began_us, t.fed_us) for t in over) / 1e6,
     )
 
 
@@ -147,17 +136,3 @@ def _first(told: timeline_pb2.TimelineReadResponse) -> int:
 
 def _over(told: timeline_pb2.TimelineReadResponse) -> list[timeline_pb2.TickTimes]:
     return [t for t in told.ticks if t.ended_us and t.harvested_us]
-
-
-def _union(spans: Iterable[Span]) -> list[Span]:
-    joined: list[Span] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans) / 1e6

@@ -42,7 +42,8 @@ BLINK = 500 * MS  # a cut this short must cost nobody anything but time
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """One instance. `forward` is the time of an empty forward of each rank, `per_token` what a token adds."""
+    """One instance. `forward` is the time of an empty forward of each rank, `per_token` what a token adds, `jitter` by
+    which share of it a forward takes longer at most."""
 
     ranks: int
     pages: int = 12
@@ -51,6 +52,7 @@ class InstancePlan:
     async_depth: int = 1
     forward: tuple[int, ...] = (2 * MS,)  # per rank; the last one repeats
     per_token: int = 100
+    jitter: float = 0.25
     stage_timeout: int = 60 * SECOND
     host_pages: int = 1000  # pages of KV that a decode rank can keep in host memory
 

@@ -236,8 +236,10 @@ class RankProcess(Process):
         if batch.tick in self._needless:
             self.world.clock.after(1, self._pass_on, batch)
             return
-        took = self._forward + batch.tokens * self.incarnation.plan.per_token
-        self.world.clock.after(took + int(self.world.chance.draw() * took / 4), self._end_forward, batch)
+        plan = self.incarnation.plan
+        took = self._forward + batch.tokens * plan.per_token
+        took += int(self.world.chance.draw() * took * plan.jitter)
+        self.world.clock.after(took, self._end_forward, batch)
 
     def _end_copy(self, work: HostEffect) -> None:
         if not self.alive:

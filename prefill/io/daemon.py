@@ -7,9 +7,10 @@ In: a `DaemonConfig` as JSON, from the file or standard input. Out: an exit code
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from engine.facts import read_facts
 from pipeline.io.daemon import main
 
 if __name__ == "__main__":
-    sys.exit(main("prefill", "prefill.io.rank_process", read_facts))
+    sys.exit(main("prefill", "prefill.io.rank_process", partial(read_facts, with_head=False)))

@@ -168,6 +168,30 @@ def _recent(cluster: Cluster, tmp_path: Path) -> str:
     return (tmp_path / "recent.json").read_text()
 
 
+def test_the_profile_of_a_load_agrees_with_the_counters(cluster: Cluster, tmp_path: Path) -> None:
+    names = ("ticks", "compute_us", "in_flight_us")
+    before = {(role, name): cluster.counter(role, name) for role in ("prefill", "decode") for name in names}
+    told = tmp_path / "profile.json"
+    run(cluster, *"bench profile --concurrency 2 --requests 4 --warmup 0 --input 150 --output 6 --json".split(),
+        str(told), "--url", cluster.url)  # fmt: skip
+    cluster.assert_baseline()
+    made = json.loads(told.read_text())
+    for role in ("prefill", "decode"):
+        ranks = [rank for rank in made["ranks"] if rank["name"].startswith(role)]
+        grown = {name: cluster.counter(role, name) - before[role, name] for name in names}  # of both ranks
+        assert [rank["name"] for rank in ranks] == [f"{role}-0 rank 0", f"{role}-0 rank 1"]
+        assert sum(rank["ticks"] for rank in ranks) == grown["ticks"]
+        assert sum(rank["computing_s"] for rank in ranks) == pytest.approx(grown["compute_us"] / 1e6, rel=0.01)
+        assert sum(rank["in_flight_s"] for rank in ranks) == pytest.approx(grown["in_flight_us"] / 1e6, rel=0.05)
+        for rank in ranks:
+            parts = rank["computing_s"] + rank["waiting_s"] + rank["empty_s"]
+            assert parts == pytest.approx(rank["in_flight_s"], abs=1e-5)
+            assert 0 < rank["bubble_fraction"] < 1 and rank["control_us_per_tick"] > 0
+    used = {process["name"]: process for process in made["processes"]}
+    assert {"gateway", "prefill-0", "prefill-0 rank 1", "decode-0 rank 0"} <= set(used)
+    assert all(0 < process["control_seconds"] <= process["cpu_seconds"] + 0.05 for process in used.values())
+
+
 def test_top_shows_every_rank_once(cluster: Cluster) -> None:
     cluster.generate([11] * 20, 4)
     shown = run(cluster, "top", "--once")

@@ -46,6 +46,8 @@ def test_the_head_of_a_small_model_counts_as_its_eight_layers() -> None:
     assert split_layers(smollm2, 1) == [(0, 30)]
     assert split_layers(smollm2, 2) == [(0, 19), (19, 30)]
     assert [end - start for start, end in split_layers(smollm2, 3)] == [12, 13, 5]
+    # A prompt goes through the head with one token.
+    assert split_layers(smollm2, 2, with_head=False) == [(0, 15), (15, 30)]
 
 
 @settings(max_examples=60, deadline=None)
