@@ -105,7 +105,9 @@ def _install() -> None:
     if missing:
         subprocess.run(["apt-get", "update", "-qq"], check=True)
         command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+        subprocess.run(
+            command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        )
 
 
 # ---- images
@@ -113,7 +115,11 @@ def _install() -> None:
 
 def _save(image: str, archive: Path) -> Path:
     # Of this kind layers are not compressed, which takes longer than all the rest.
-    subprocess.run(["buildah", "push", "--quiet", image, f"docker-archive:{archive}:{image}"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["buildah", "push", "--quiet", image, f"docker-archive:{archive}:{image}"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return archive
 
 
