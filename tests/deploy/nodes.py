@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -79,8 +80,9 @@ def two_nodes(binaries: Path, image: str) -> Iterator[Cluster]:
             stack.callback(node.stop)
             node.start()
             node.start_containerd(_pause_image())
-            for archive in archives:
-                node.load(archive)
+        with ThreadPoolExecutor() as at_once:
+            list(at_once.map(lambda node: [node.load(archive) for archive in archives], nodes.values()))
+        for node in nodes.values():
             node.start_kubelet(binaries, plane.kubeconfig, HOST)
         for archive in archives:
             archive.unlink()

@@ -116,7 +116,7 @@ class Release:
             while not ended.is_set():
                 try:
                     said.append(text_of(self.stream(node, url, prompt, tokens)))
-                except AssertionError as failure:
+                except (AssertionError, ValueError, subprocess.TimeoutExpired) as failure:
                     said.append(f"failed: {failure}")
 
         askers = [threading.Thread(target=ask) for _ in range(at_once)]
