@@ -27,6 +27,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.deploy.cluster_dns import cluster_dns
 from tests.deploy.control_plane import ControlPlane, control_plane
 from tests.deploy.node import Node
@@ -195,6 +197,17 @@ def _remove(cache: Path) -> None:
     _remove_cgroups()
     for folder in cache.glob("nodes-*"):
         shutil.rmtree(folder)
+
+
+def leftovers() -> list[str]:
+    """What of a cluster of this kind can still be seen on this machine."""
+    devices = [device for device in psutil.net_if_addrs() if device.startswith(DEVICE)]
+    namespaces = [str(path) for path in Path("/run/netns").glob(f"{DEVICE}*")]
+    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if "/kube/nodes-" in line]
+    groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{CGROUPS}")]
+    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    processes = [command for command in commands if "/kube/nodes-" in command]
+    return devices + namespaces + mounts + groups + processes
 
 
 def _remove_cgroups() -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from engine.smollm2 import ensure_default_model
-from tests.deploy.nodes import two_nodes
+from tests.deploy.nodes import leftovers, two_nodes
 from tests.deploy.release import PODS, PREFIX, Release, is_ready, uids
 from tests.deploy.test_image import image
 from tests.deploy.tools import Tools
@@ -64,6 +64,7 @@ def release(toolbox: Tools, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         release.helm("upgrade", values=(*VALUES, *TWO_GROUPS))
         release.until_ready(GATEWAYS + PREFILLS + 4)
         yield release
+    assert leftovers() == []
 
 
 def ask(release: Release) -> str:
