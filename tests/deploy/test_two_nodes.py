@@ -34,6 +34,8 @@ SIDES = tuple(
 )  # fmt: skip
 VALUES = (
     "image.repository=localhost/paceline-smollm2", "engine.transferBackend=stream", *SIDES,
+    # Ten pods on a few cores that others use as well.
+    "probes.readySeconds=10", "probes.liveSeconds=60", "probes.timeoutSeconds=30",
     "gateway.args[0]=--pair-wait=120", "gateway.args[1]=--resume-wait=300", "gateway.drainSeconds=30",
     "gateway.resources.requests.cpu=50m", "gateway.resources.requests.memory=256Mi",
     "prefill.instances=2", "prefill.ranks=1", "prefill.ranksPerPod=1", "decode.ranks=2", "decode.ranksPerPod=1",
