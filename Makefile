@@ -16,7 +16,7 @@ override ASK := $(value ASK)
 ARGS ?=
 SEEDS ?= 20000
 
-.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net fuzz idle clean clients peers chart-test image image-test image-lock kube-test
+.PHONY: help setup run test lint format proto baseline sim mutate exhaustive spec soak net fuzz idle clean clients peers chart-test image image-test image-lock kube-test nodes-test
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -85,7 +85,10 @@ image-lock: setup  ## pin every package that an image may hold, from pyproject.t
 	@deploy/image/lock.sh
 
 kube-test: setup  ## the chart on a real API server (needs root; builds it once: ten minutes of two idle cores)
-	@$(PY) -m pytest -m kube $(ARGS)
+	@$(PY) -m pytest -m kube tests/deploy/test_api_server.py $(ARGS)
+
+nodes-test: setup image  ## real pods of the image on two nodes: deleted, updated, cut off (needs root; minutes)
+	@$(PY) -m pytest -m kube tests/deploy/test_two_nodes.py $(ARGS)
 
 fuzz: setup  ## strangers at every open port of a running cluster, 100 000 frames (minutes)
 	@$(PY) -m pytest -m fuzz $(ARGS)

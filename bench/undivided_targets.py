@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.breakdown import cpu_seconds
-from bench.idle_cpu import cluster_pids
+from bench.idle_cpu import cluster_pids, descendants, read_sample
 from bench.local_cluster import started_cluster
 from bench.scripted_gateway import GONE_WITHIN, free_port, wait_until_healthy
 
@@ -26,10 +25,12 @@ PAIR = ["--prefill-pp", "1", "--decode-pp", "1"]
 @dataclass(frozen=True, slots=True)
 class Target:
     url: str
-    pids: tuple[int, ...]  # all that it consists of, the gateway included
+    pids: tuple[int, ...]  # with those below them all that it consists of, the gateway included
 
     def cpu_seconds(self) -> float:
-        return sum(seconds for _, seconds, _ in cpu_seconds(list(self.pids)).values())
+        """User and system time of all its processes."""
+        everything = [pid for root in self.pids for pid in descendants(root)]
+        return sum(sample.seconds for pid in everything if (sample := read_sample(pid)) is not None)
 
 
 def default_model() -> Path:

@@ -1,7 +1,9 @@
-"""A real API server on this machine, with the controllers and the scheduler, and nodes that only say that pods run.
+"""A real API server on this machine, with the controllers and the scheduler; for nodes of its own, or with nodes that only
+say that pods run.
 
-In: the folder of `deploy/livetest/build-kubernetes.sh`, a folder to work in. Out: a kubeconfig of an administrator.
-Invariants: everything listens on loopback, on free ports, and ends with the block.
+In: the folder of `deploy/livetest/build-kubernetes.sh`, a folder to work in, for real nodes the address that they reach this
+host at. Out: a kubeconfig of an administrator. Invariants: everything listens on that address or on loopback, on free ports,
+and ends with the block.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from typing import Any
 TOKEN = "administrator-of-a-test"
 NODES = 3
 PATIENCE_S = 60.0
+LOOPBACK = "127.0.0.1"
+# Real kubelets renew their leases every ten seconds, and late where others take the cores.
+SILENCE_S, EVICTION_S = 30, 5
 
 
 @dataclass
@@ -53,7 +58,9 @@ class ControlPlane:
 
 
 @contextmanager
-def control_plane(binaries: Path, work: Path) -> Iterator[ControlPlane]:
+def control_plane(binaries: Path, work: Path, address: str = LOOPBACK) -> Iterator[ControlPlane]:
+    """`address`: for real nodes, which whoever starts them must let register; on loopback there are only pretended ones."""
+    pretended = address == LOOPBACK
     etcd, peer, api = _free_ports(3)
     for name, command in (
         ("sa.key", ["openssl", "genrsa", "-out", str(work / "sa.key"), "2048"]),
@@ -64,8 +71,8 @@ def control_plane(binaries: Path, work: Path) -> Iterator[ControlPlane]:
     (work / "tokens.csv").write_text(f"{TOKEN},administrator,1,system:masters\n")
     certificate = work / "serving" / "apiserver.crt"
     kubeconfig = work / "kubeconfig"
-    kubeconfig.write_text(_kubeconfig(f"https://127.0.0.1:{api}", certificate))
-    plane = ControlPlane(f"https://127.0.0.1:{api}", kubeconfig, certificate)
+    kubeconfig.write_text(_kubeconfig(f"https://{address}:{api}", certificate))
+    plane = ControlPlane(f"https://{address}:{api}", kubeconfig, certificate)
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *options: str) -> None:
@@ -78,24 +85,38 @@ def control_plane(binaries: Path, work: Path) -> Iterator[ControlPlane]:
               "--advertise-client-urls", f"http://127.0.0.1:{etcd}", "--listen-peer-urls", f"http://127.0.0.1:{peer}",
               "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}", "--initial-cluster", f"default=http://127.0.0.1:{peer}")  # fmt: skip
         # Nodes without a kubelet would be tainted and nobody would take that back.
-        start("kube-apiserver", f"--etcd-servers=http://127.0.0.1:{etcd}", "--bind-address=127.0.0.1",
+        nodes = ["--disable-admission-plugins=TaintNodesByCondition"] if pretended else [
+            f"--advertise-address={address}", "--kubelet-preferred-address-types=InternalIP",
+            f"--default-not-ready-toleration-seconds={EVICTION_S}", f"--default-unreachable-toleration-seconds={EVICTION_S}",
+        ]  # fmt: skip
+        start("kube-apiserver", f"--etcd-servers=http://127.0.0.1:{etcd}", f"--bind-address={address}",
               f"--secure-port={api}", "--cert-dir=serving", "--service-cluster-ip-range=10.96.0.0/16",
               "--authorization-mode=RBAC", "--token-auth-file=tokens.csv", "--anonymous-auth=false",
               "--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=sa.pub",
-              "--service-account-signing-key-file=sa.key", "--disable-admission-plugins=TaintNodesByCondition")  # fmt: skip
+              "--service-account-signing-key-file=sa.key", *nodes)  # fmt: skip
         _eventually("the API server", lambda: certificate.exists() and plane.items("/api/v1/namespaces"), work)
         start("kube-controller-manager", f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--port=0", "--secure-port=0",
-              "--service-account-private-key-file=sa.key", f"--root-ca-file={certificate}", "--controllers=*,-nodelifecycle")  # fmt: skip
+              "--service-account-private-key-file=sa.key", f"--root-ca-file={certificate}",
+              f"--node-monitor-grace-period={SILENCE_S}s", "--controllers=*,-nodelifecycle" if pretended else "--controllers=*")  # fmt: skip
         start("kube-scheduler", f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--port=0", "--secure-port=0")
-        for number in range(NODES):
-            _make_node(plane, f"node-{number}")
+        if pretended:
+            stack.enter_context(_pretended_nodes(plane))
         _eventually("service accounts", lambda: plane.items("/api/v1/namespaces/default/serviceaccounts"), work)
-        ended = threading.Event()
-        kubelets = threading.Thread(target=_be_all_kubelets, args=(plane, ended), daemon=True)
-        kubelets.start()
-        stack.callback(kubelets.join, 10)
-        stack.callback(ended.set)
         yield plane
+
+
+@contextmanager
+def _pretended_nodes(plane: ControlPlane) -> Iterator[None]:
+    for number in range(NODES):
+        _make_node(plane, f"node-{number}")
+    ended = threading.Event()
+    kubelets = threading.Thread(target=_be_all_kubelets, args=(plane, ended), daemon=True)
+    kubelets.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        kubelets.join(10)
 
 
 def _be_all_kubelets(plane: ControlPlane, ended: threading.Event) -> None:

@@ -129,6 +129,14 @@ def test_G3_a_probe_that_is_late_once_restarts_nothing(rendered: Rendered, name:
         assert container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"] >= 60
 
 
+def test_probes_are_as_patient_as_the_values_say(helm: Path) -> None:
+    patient = ("probes.readySeconds=10", "probes.liveSeconds=60", "probes.timeoutSeconds=30")
+    for container in containers(render(helm, patient)).values():
+        assert container["readinessProbe"]["periodSeconds"] == 10
+        assert container["livenessProbe"]["periodSeconds"] == 60
+        assert {container[f"{probe}Probe"]["timeoutSeconds"] for probe in ("startup", "readiness", "liveness")} == {30}
+
+
 @pytest.mark.parametrize("name", MATRIX | EXTRAS)
 def test_no_pod_has_rights_that_it_does_not_need(rendered: Rendered, name: str) -> None:
     for pod, template in pod_templates(rendered[name]).items():

@@ -9,17 +9,17 @@ several pods the leader answers for all.
 startupProbe:
   {{- include "paceline.ask" (dict "root" .root "live" true "grpc" $byGrpc) | nindent 2 }}
   periodSeconds: 5
-  timeoutSeconds: 5
+  timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
   failureThreshold: 60
 readinessProbe:
   {{- include "paceline.ask" (dict "root" .root "live" false "grpc" $byGrpc) | nindent 2 }}
-  periodSeconds: 5
-  timeoutSeconds: 5
+  periodSeconds: {{ .root.Values.probes.readySeconds }}
+  timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
   failureThreshold: 2
 livenessProbe:
   {{- include "paceline.ask" (dict "root" .root "live" true "grpc" $byGrpc) | nindent 2 }}
-  periodSeconds: 15
-  timeoutSeconds: 5
+  periodSeconds: {{ .root.Values.probes.liveSeconds }}
+  timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
   failureThreshold: 4
 {{- end -}}
 
