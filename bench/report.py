@@ -59,8 +59,8 @@ def _over_time(figure: Figure, records: Sequence[Record], summary: Summary) -> N
     for record in records:
         if not record.ok:
             axes.axvline(record.scheduled, color=_RED, linewidth=0.5)
-    _window(axes, summary)
     axes.set(title="TTFT against the scheduled moment (red: failed)", xlabel="s", ylabel="ms", ylim=(0, None))
+    _over_run(axes, records, summary)
 
 
 def _shares(figure: Figure, records: Sequence[Record], summary: Summary) -> None:
@@ -83,8 +83,8 @@ def _throughput(figure: Figure, records: Sequence[Record], summary: Summary) -> 
         edges = numpy.arange(0, max(moments) + width, width)
         counted, _ = numpy.histogram(moments, edges, weights=weights)
         axes.stairs(counted / width, edges, color=_BLUE)
-    _window(axes, summary)
     axes.set(title="Output tokens per second", xlabel="s", ylim=(0, None))
+    _over_run(axes, records, summary)
 
 
 def _in_flight(figure: Figure, records: Sequence[Record], summary: Summary) -> None:
@@ -94,14 +94,17 @@ def _in_flight(figure: Figure, records: Sequence[Record], summary: Summary) -> N
         if steps:
             moments, changes = zip(*steps, strict=True)
             axes.step(moments, numpy.cumsum(changes), where="post", label=label, color=colour, linewidth=1)
-    _window(axes, summary)
     axes.set(title="Requests in flight", xlabel="s", ylim=(0, None))
+    _over_run(axes, records, summary)
     axes.legend()
 
 
-def _window(axes: Axes, summary: Summary) -> None:
+def _over_run(axes: Axes, records: Sequence[Record], summary: Summary) -> None:
+    """Plots over time have one axis, and shade what counts if that is not all."""
+    axes.set_xlim(0, max((record.ended for record in records), default=1.0))
     if summary.window.kind != "all":
         axes.axvspan(summary.window.begin, summary.window.end, color="#ddf4ff", zorder=0)
+        axes.set_xlabel("s (shaded: the window that counts)")
 
 
 def _inside(moment: float, summary: Summary) -> bool:
