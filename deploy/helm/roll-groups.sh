@@ -18,6 +18,9 @@ mapfile -t sets < <(in_namespace get statefulset -l "app.kubernetes.io/instance=
 [[ ${#sets[@]} -gt 0 ]] || { echo "roll-groups: release $release has no groups of several pods in $namespace"; exit 0; }
 
 for set in "${sets[@]}"; do
+    # Until the controller has seen the update, the status tells of the revision before it.
+    in_namespace wait "--for=jsonpath={.status.observedGeneration}=$(field "$set" .metadata.generation)" "$set" \
+        --timeout "${seconds}s" >/dev/null
     wanted=$(field "$set" .spec.replicas)
     revision=$(field "$set" .status.updateRevision)
     name=${set##*/}

@@ -139,6 +139,14 @@ def test_an_upgrade_replaces_whole_groups_one_by_one(
     plane: ControlPlane, helm: Callable[..., str], toolbox: Tools
 ) -> None:
     install(helm, *TWO_GROUPS_OF_TWO)
+
+    def complete() -> bool:
+        found = pods(plane, "prefill")
+        return len(found) == 4 and all(
+            is_ready(pod) and not pod["metadata"].get("deletionTimestamp") for pod in found.values()
+        )
+
+    eventually("every pod of the side ready", complete)
     before = {name: pod["metadata"]["uid"] for name, pod in pods(plane, "prefill").items()}
     install(helm, *TWO_GROUPS_OF_TWO, "prefill.drainSeconds=7", verb="upgrade", wait=False)
     down_at_once, ended = [], threading.Event()
