@@ -8,6 +8,9 @@ Which kernel a library picks depends on the number of rows, and kernels add up i
 call are padded and cut to numbers for which it picks one kernel. Which numbers those are belongs to the processor
 and the build of the library: `probe` finds out, for every shape, at the start of a process.
 
+A step of decode has few rows, and costs what reading the weights costs. For those there is a product of our own
+(`engine/native/few_rows.c`), on a second copy of the weights, as long as it is found to have the library's bits.
+
 Invariant, where rows are classed: the bits of an output row are the same for any number of rows in the call and any
 place among them. One thread per process is part of it: with more, the work is split by the number of rows.
 """
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+
+from engine.native.few_rows import FewRows, few_rows
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,10 @@ _PROBED_SMALL = (65, 96, 127, 128, 129, 192, 255, 256, 257, 384, 512, 513, 1024)
 _LARGE = 2**24
 _MOST_OF_LARGE = 64
 
+FEW = 16  # rows up to which our own product is the faster one
+# Of how many inputs a library may make its partial sums; all of them are tried first.
+_BLOCKS = (1024, 512, 768, 384, 256, 192, 128, 64)
+
 
 class Linear:
     """`y = x W^T + b`, with W `[out, in]` and b `[out]` in the model dtype."""
@@ -59,8 +68,13 @@ class Linear:
         outputs, inputs = weight.shape
         self._multiply = _packed(weight, bias)
         self._rows = row_class(outputs, inputs, weight.dtype, bias is not None) if exact else None
+        self._few: FewRows | None = None
+        if exact and weight.numel() < _LARGE and (block := sum_block(outputs, inputs, weight.dtype)):
+            self._few = few_rows(weight, bias, block)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._few is not None and len(rows) <= FEW:
+            return self._few(rows)
         return self._multiply(rows) if self._rows is None else in_class(self._multiply, self._rows, rows)
 
 
@@ -75,6 +89,28 @@ def row_class(outputs: int, inputs: int, dtype: torch.dtype, biased: bool) -> Ro
     if found.least != ROW_CLASSES[0].least:
         log.info("weights [%d, %d] in %s are multiplied in calls of %s", outputs, inputs, dtype, found)
     return found
+
+
+@functools.cache
+def sum_block(outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """How many inputs the library adds up at once in products with weights of this shape; 0 if that was not found, or
+    nothing was built that could do the same. Raises `NotInvariant`."""
+    weight = _cancelling(outputs, inputs, 1).to(dtype)
+    rows = _cancelling(FEW + 8, inputs, -1).to(dtype)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for block in (inputs, *(block for block in _BLOCKS if block < inputs)):
+        if _alike(few_rows(weight, None, block), weight, None, rows) and _alike(
+            few_rows(weight, bias, block), weight, bias, rows
+        ):
+            return block
+    if few_rows(weight) is not None:
+        log.info("weights [%d, %d] in %s: no order of adding has the library's bits", outputs, inputs, dtype)
+    return 0
+
+
+def _alike(few: FewRows | None, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> bool:
+    known = row_class(*weight.shape, weight.dtype, bias is not None)
+    return few is not None and torch.equal(few(rows), in_class(_packed(weight, bias), known, rows))
 
 
 def probe(multiply: Multiply, weight: torch.Tensor) -> RowClass:
