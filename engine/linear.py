@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _PACKED = (torch.float32, torch.bfloat16)  # what oneDNN packs for a processor
+_CAN_PACK = torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # where it has been tried
 
 
 class NotInvariant(RuntimeError):
@@ -152,7 +154,7 @@ def in_class(multiply: Multiply, allowed: RowClass, rows: torch.Tensor) -> torch
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Multiply:
-    if weight.device.type != "cpu" or weight.dtype not in _PACKED or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.dtype not in _PACKED or not _CAN_PACK:
         return lambda rows: functional.linear(rows, weight, bias)
     layout = torch.ops.mkldnn._reorder_linear_weight(weight)
     multiply = torch.ops.mkldnn._linear_pointwise.default
